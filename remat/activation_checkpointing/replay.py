@@ -1,9 +1,9 @@
-"""Hold one layer of each kind to the pass that keeps everything, bit for bit, in the first micro-batch of a run.
+"""Compare one layer of each kind with a pass that keeps everything, bit for bit, in the first micro-batch of a run.
 
-A `Recorder` notes what such a layer (or segment of layers) is given, what it returns and which gradients come and go
-under the run's policy. When the backward is over, `Recorder.replay` runs the layer once more, with everything kept, on
-the same inputs, random state and output gradients, and compares. It knows nothing of how a policy works, so it finds
-what no list of cases foresees. It costs one forward and backward of those layers, once.
+A `Recorder` notes the inputs and outputs of such a layer (or segment of layers) under the run's policy, and the
+gradients of both. When the backward is over, `Recorder.replay` runs the layer once more, with everything kept, on the
+same inputs, random state and output gradients, and compares. It knows nothing of how a policy works, so it finds errors
+that no list of cases foresees. It costs one forward and backward of those layers, once.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecis
 from remat.config.units import MIB
 
 DRAWS_AFTER_SAVE = {torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_}
-LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (a mask) is held as it is
+LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (a mask) is not copied
 LARGEST_BUFFER_BYTES = MIB  # of a module's buffers that are compared
-MOST_NODES = 100_000  # of the autograd graph, looked at for one layer
-MOST_NOISE = 4.0  # times what two passes that keep everything differ by, on a device that is not deterministic
-MOST_NOISE_EPS = 8  # roundings of the layer's dtype: two passes that differ by more are not the same pass
-ROUNDED = 0.3  # relative gradient error at which 8-bit storage is no rounding any more
+MOST_NODES = 100_000  # of the autograd graph that one walk visits
+MOST_NOISE = 4.0  # times the difference of two passes that keep everything, on a nondeterministic device
+MOST_NOISE_EPS = 8  # largest difference of two such passes that counts, in epsilons of the layer's dtype
+ROUNDED = 0.3  # largest relative gradient error that the rounding of 8-bit storage explains
 TINY = 1e-12
 NEXT = "in the next run, by what this one left in attributes,"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Digest(NamedTuple):
-    """Stands for a weight's gradient, which is too large to hold: its norm, and a sum and a hash of its bits."""
+    """A summary of a weight's gradient, which is too large to hold: its norm, and a sum and a hash of its bits."""
 
     norm: float
     bits: tuple[int, int]
@@ -68,7 +68,7 @@ Quantities = dict[str, "torch.Tensor | Digest | None"]
 
 @dataclass
 class Replayed:
-    """What was compared and found. `differences` stop a run; `notes` say what could not be compared."""
+    """The result of a replay. `differences` stop the run; `notes` say what could not be compared."""
 
     compared: list[dict[str, Any]] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
@@ -89,16 +89,16 @@ class Replayed:
 
 
 class Draws(TorchDispatchMode):
-    """What a layer draws from generators of its own, each with its state before every draw.
+    """Records every draw of a layer from generators of its own, with the generator's state before the draw.
 
-    They come wrapped anew each time, so nothing tells which of them are the same.
+    A generator comes in a new wrapper at every draw, so equal generators cannot be recognised.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.generators: list[torch.Generator] = []
         self.first: list[torch.Tensor] = []  # states
-        self.after_save = ""  # an operation that autograd saves the random numbers of before they are drawn
+        self.after_save = ""  # an operation whose random numbers autograd saves before they are drawn
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -114,13 +114,13 @@ class Draws(TorchDispatchMode):
         return [generator.get_state() for generator in self.generators]
 
     def set(self, states: list[torch.Tensor]) -> None:
-        """Set the last first: what stays is each generator's state before its first draw."""
+        """Set the states in reverse order, so that each generator ends with the first of its states."""
         for generator, state in reversed(list(zip(self.generators, states, strict=True))):
             generator.set_state(state)
 
 
 class Recorder:
-    """Of one micro-batch. `before` and `after` stand around every call of a layer, `ran` where it really runs."""
+    """Records one micro-batch. `before` and `after` surround every call of a layer, `first_run` its real run."""
 
     def __init__(
         self,
@@ -164,18 +164,18 @@ class Recorder:
                 self._samples[decision.first].add(layer, call, args, is_last=index == decision.last)
 
     def first_run(self, index: int) -> AbstractContextManager[None]:
-        """Wrap the place where layer `index` really runs."""
+        """Return the context for the first, real run of layer `index`."""
         self._ran[index] += 1
         first = self._decisions[index].first
         return self._samples[first].draws if first in self._open else nullcontext()
 
     def later_run(self, index: int) -> AbstractContextManager[None]:
-        """Wrap a recomputation of layer `index`, or of a part of it."""
+        """Return the context for a recomputation of layer `index`, or of a part of it."""
         sample = self._samples.get(self._decisions[index].first)
         return sample.later_run() if sample else nullcontext()
 
     def after(self, index: int, output: Any) -> Any:
-        """Return the output to go on with."""
+        """Record the end of a call, and return the output that the model must use."""
         decision = self._decisions[index]
         self._deferred.end(decision, index)
         if decision.reentrant and index == decision.last and self._entries:
@@ -189,7 +189,7 @@ class Recorder:
         return output
 
     def forward_done(self, loss: torch.Tensor) -> None:
-        """Look which inputs of a region nothing else uses: the gradient that comes to them is the region's own."""
+        """Find the inputs that only their region uses: all of their gradient comes from the region."""
         users: dict[tuple[int, int], set[int]] = {}
         nodes = _reach([loss], set())
         if len(nodes) < MOST_NODES:
@@ -206,7 +206,7 @@ class Recorder:
         return [first for first, sample in self._samples.items() if sample.complete]
 
     def replay(self, regions: Sequence[int]) -> Replayed:
-        """Run each of `regions` again and compare. The same list on every rank: ZeRO-3 gathers their weights."""
+        """Run each of `regions` again and compare. Every rank must give the same list: ZeRO-3 gathers the weights."""
         started, result = time.perf_counter(), Replayed(differences=self._lost() + self._shared() + self._cut())
         result.differences += self._deferred.problems()
         for first in regions:
@@ -247,7 +247,7 @@ class Recorder:
         ]
 
     def _cut(self) -> list[str]:
-        """Find reentrant regions that gradients came to and none left: those below would make zeros of that."""
+        """Find reentrant regions that gradients enter and none leaves: regions below would get zeros instead."""
         cut = [entry for entry in self._entries[1:] if entry.reached and not entry.handed]
         layers = [entry.decision.first for entry in cut if entry.node is not None]
         if not layers:
@@ -259,7 +259,7 @@ class Recorder:
         ]
 
     def _own_weights(self, sample: Sample) -> set[int]:
-        """Return the weights that nothing outside of the sample uses: their gradients are its own."""
+        """Return the ids of the weights that only the sample uses: all of their gradient comes from it."""
         inside = Counter(
             id(p) for layer in sample.layers for _, p in layer.named_parameters(remove_duplicate=False)
         )
@@ -268,16 +268,16 @@ class Recorder:
 
 
 class _Deferred:
-    """Segments run all their layers when the last is called. What the model does between two of them comes first then,
-    and where both use a tensor, its gradient is added up in another order, which rounds otherwise.
+    """Finds tensors whose gradient a segment would add up in another order, which rounds differently.
 
+    A segment runs all its layers when the last is called, so what the model does between two of them comes first.
     Autograd numbers its nodes as they are made, and adds up in the reverse of that order.
     """
 
     def __init__(self) -> None:
         self._open: dict[
             int, list[int]
-        ] = {}  # the first layer: the number of the next node at its call, at the last's
+        ] = {}  # by first layer: autograd's next node number at its call and at the last layer's
         self._segments: list[tuple[LayerDecision, int, int, int]] = []
         self._reordered: list[int] = []
 
@@ -291,7 +291,7 @@ class _Deferred:
             self._segments.append((decision, *calls, torch._C._autograd._get_sequence_nr()))  # type: ignore[arg-type]
 
     def look(self, nodes: dict[int, Any], users: dict[tuple[int, int], set[int]]) -> None:
-        """Look at `nodes` of the graph and the `users` of each output of a node, in any order of two users."""
+        """Find reordered segments in the graph's `nodes` and the `users` of each output. Two users have no order."""
         for numbers in (
             [nodes[key]._sequence_nr() for key in keys] for keys in users.values() if len(keys) > 2
         ):
@@ -317,8 +317,8 @@ class _Entry:
     node: Any
     number: int
     inside: dict[int, Any] = field(default_factory=dict)
-    reached: bool = False  # by a gradient of what the region returned
-    handed: bool = False  # a gradient to the hidden state
+    reached: bool = False  # whether the region's output got a gradient
+    handed: bool = False  # whether the hidden state got a gradient
 
     def is_shared(self, users: dict[tuple[int, int], set[int]]) -> bool:
         return self.node is not None and bool(
@@ -334,7 +334,7 @@ class _Input:
     node: Any
     number: int
     gradient: torch.Tensor | None = None
-    alone: bool = False  # the gradient is what this region gave, and nothing else
+    alone: bool = False  # whether all of the gradient comes from this region
 
 
 @dataclass
@@ -345,17 +345,17 @@ class _Output:
 
 
 class Sample:
-    """One call of a region: what it was given, what it returned, what came back."""
+    """One call of a region: its inputs, its outputs, and the gradients of both."""
 
     def __init__(self, decision: LayerDecision) -> None:
         self.decision = decision
         self.layers: list[nn.Module] = []
         self.complete = False
         self._calls: list[tuple[Replayable, tuple[Any, ...], dict[str, Any]]] = []
-        self._held: list[torch.Tensor] = []  # the values of every tensor it was given
+        self._held: list[torch.Tensor] = []  # the values of every input tensor
         self._requires: list[bool] = []
-        self._place: dict[int, int] = {}  # of a tensor of the model among those held
-        self._alive: list[Any] = []  # what the ids above belong to
+        self._place: dict[int, int] = {}  # id of the model's tensor: its index in `_held`
+        self._alive: list[Any] = []  # the tensors of these ids: while they live, ids are unique
         self._versions: list[int] = []
         self._copies: dict[int, Any] = {}
         self._containers: list[tuple[str, Any, Any]] = []
@@ -364,10 +364,10 @@ class Sample:
         self._nodes: dict[int, Any] = {}  # of the region's graph, down to its inputs
         self._weights: dict[str, list[Digest]] = {}
         self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer, and what it was
-        self._attributes: list[dict[str, Any]] = []  # of each module, as they were
+        self._attributes: list[dict[str, Any]] = []  # of each module, before the first run
         self._hooks = ExitStack()
         self.draws = Draws()  # of the first run
-        self._drawn_anew: set[str] = set()  # from where a recomputation drew random numbers
+        self._drawn_anew: set[str] = set()  # sources from which a recomputation drew new random numbers
         self._left: list[dict[str, Any]] = []  # attributes after the real pass
         self._random: Any = None
         self._autocast: list[Any] = []
@@ -375,9 +375,9 @@ class Sample:
     # while the model runs
 
     def add(self, layer: nn.Module, call: Replayable, args: tuple[Any, ...], *, is_last: bool) -> None:
-        """Note one layer's call."""
+        """Record one layer's call."""
         given = name_arguments(call, args)
-        within = bool(self._calls)  # a segment: its state is not there yet
+        within = bool(self._calls)  # inside a segment: the hidden state is not computed yet
         names = list(given)
         held = {
             name: rebuild(value, self._hold, self._copies)
@@ -400,9 +400,9 @@ class Sample:
 
     @contextmanager
     def later_run(self) -> Iterator[None]:
-        """Watch a recomputation: does it draw random numbers anew?
+        """Note the sources from which a recomputation draws new random numbers.
 
-        torch's own are given to it as they were, but not to what `discard_output` makes again.
+        torch's own random state is restored for it, except for what `discard_output` recomputes.
         """
         draws, before = Draws(), _random_state(self._device())
         try:
@@ -420,13 +420,13 @@ class Sample:
             self._drawn_anew |= {name for name, is_moved in moved.items() if is_moved}
 
     def end(self, output: Any) -> Any:
-        """Note what came out of the region. Returns it in tensors whose gradients are those of what follows."""
+        """Record the outputs of the region. Return aliases of them, whose gradients are those of later operations."""
         made = self._made(output)
         if any(tensor is given for _, tensor in made for given in self._alive):
-            self.close()  # it hands an input on as it is: there is nothing to compare
+            self.close()  # it returns an input as it is: there is nothing to compare
             return output
         if any(tensor._version != version for tensor, version in zip(self._alive, self._versions, strict=True)):
-            self._inputs = {}  # it edits what it was given: no gradient of that can be told apart
+            self._inputs = {}  # it edits an input in place: the gradient cannot be attributed
         self._nodes = _reach([tensor for _, tensor in made], {id(one.node) for one in self._inputs.values()})
         aliases: dict[int, torch.Tensor] = {}
 
@@ -449,7 +449,7 @@ class Sample:
         return output
 
     def note_users(self, users: dict[tuple[int, int], set[int]]) -> None:
-        """Note `users`: the nodes that give a gradient to a node's output, by node and number of the output."""
+        """Note which inputs only this region uses. `users`: the nodes that give a gradient to (node, output number)."""
         ends = {id(one.node) for one in self._inputs.values()}
         inside = self._nodes.keys() - ends
         for one in self._inputs.values():
@@ -475,7 +475,7 @@ class Sample:
         return self._held[self._place[id(tensor)]]
 
     def _listen(self, name: str, value: Any) -> None:
-        """Listen to the gradient of each tensor in `value`; it stays the model's own, so sums keep their order."""
+        """Record the gradient of each tensor in `value` by a hook on the model's own tensor: sums keep their order."""
         for path, tensor in find_tensors(value, name):
             known = any(one.held == self._place[id(tensor)] for one in self._inputs.values())
             if tensor.requires_grad and tensor.grad_fn is not None and not known:
@@ -496,7 +496,7 @@ class Sample:
             self._hooks.callback(hook.remove)
 
     def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors that a forward may edit: buffers, and those in attributes of modules."""
+        """Yield (name, tensor) of what a forward may edit: buffers, and tensors in attributes of modules."""
         for layer in self.layers:
             yield from layer.named_buffers()
         modules = [named for layer in self.layers for named in layer.named_modules()]
@@ -514,7 +514,7 @@ class Sample:
         }
 
     def close(self) -> None:
-        """Stop listening."""
+        """Remove the hooks."""
         self._hooks.close()
 
     # when the backward is over
@@ -522,7 +522,7 @@ class Sample:
     def compare(
         self, result: Replayed, scope: Scope, *, own_weights: set[int], once: bool, rounded: bool
     ) -> None:
-        """Put into `result` what differs from the pass that keeps everything."""
+        """Run the region with everything kept, and add what differs from the run to `result`."""
         self.close()
         name = self._name()
         again = self.decision.mechanism.runs_layer_again
@@ -571,7 +571,7 @@ class Sample:
         )
 
     def _against_whole(self, scope: Scope, sliced: Quantities) -> dict[str, float]:
-        """Return by how much outputs of the region differ from those that its MLPs give whole, beyond rounding."""
+        """Return the relative errors, beyond rounding, of outputs with sliced MLPs against those with whole MLPs."""
         scope.whole = True
         try:
             outputs, _ = self._run(self._attributes)
@@ -585,7 +585,7 @@ class Sample:
         }
 
     def _seen(self, name: str, handed: list[str], again: bool) -> list[str]:
-        """Tell what was seen in the run itself, whatever the values are."""
+        """Return the differences that the run itself showed, whatever the values are."""
         found = []
         if self._drawn_anew:
             found.append(
@@ -622,7 +622,7 @@ class Sample:
         return self.decision.mechanism.remedy
 
     def _real(self, own: set[str], *, once: bool) -> Quantities:
-        """Return what the run's policy gave."""
+        """Return the outputs, gradients and buffers of the run, under its policy."""
         found: Quantities = {path: output.value for path, output in self._outputs.items()}
         for path, one in self._inputs.items():
             if one.alone:
@@ -638,7 +638,7 @@ class Sample:
         return found
 
     def _truth(self, own: set[str], *, once: bool) -> Quantities:
-        """Return the same of a pass that keeps everything, on the same inputs."""
+        """Return the same quantities of a pass that keeps everything, on the same inputs."""
         now = {name: buffer.detach().clone() for name, (buffer, _) in self._buffers.items()}
         for buffer, before in self._buffers.values():
             buffer.data.copy_(before)
@@ -691,7 +691,7 @@ class Sample:
         return [module for layer in self.layers for module in layer.modules()]
 
     def _run(self, attributes: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """Run the region. Returns its outputs, and what it wrote, by path; and the leaves it was given."""
+        """Run the region. Return its outputs and what it wrote, by path, and the leaves that are its inputs."""
         leaves = [
             value.detach().requires_grad_(requires)
             for value, requires in zip(self._held, self._requires, strict=True)
@@ -728,7 +728,7 @@ class Sample:
 
     @contextmanager
     def _everything_kept(self, scope: Scope) -> Iterator[None]:
-        """Gather weights, take off hooks of ZeRO-3 and policies, restore random state and autocast."""
+        """Gather weights, remove hooks of ZeRO-3 and policies, restore random state and autocast; undo all."""
         modules = self._modules()
         drawn = self.draws.now()
         hooks = [(module, name, getattr(module, name)) for module in modules for name in HOOKS]
@@ -757,7 +757,7 @@ class Sample:
 
 
 def _kind(decision: LayerDecision, layers: Sequence[nn.Module], given: Mapping[str, Any]) -> Any:
-    """Name the kind of a region: those of one kind are built alike, treated alike and called alike."""
+    """Return the key of a region's kind: regions of one kind have equal modules, policies and types of arguments."""
     modules = [
         (name, type(module), sorted((k, v) for k, v in vars(module).items() if isinstance(v, (bool, str))))
         for layer in layers
@@ -779,7 +779,7 @@ def _errors(found: Quantities, truth: Quantities) -> dict[str, float]:
     for name, right in truth.items():
         left = found.get(name)
         if left is not None and right is None and name.startswith("way"):
-            continue  # a gradient may come by that then is zero
+            continue  # the gradient that comes this way may be zero
         size = _error(left, right)
         if size:
             sizes[name] = size
@@ -805,7 +805,7 @@ def _error(left: torch.Tensor | Digest | None, right: torch.Tensor | Digest | No
 
 
 def _beyond_noise(errors: dict[str, float], noise: dict[str, float], most: float) -> dict[str, float]:
-    """Return what a device that is not deterministic does not explain: it rounds otherwise, by at most `most`."""
+    """Return the errors that the noise of a nondeterministic device does not explain; noise counts up to `most`."""
     return {name: size for name, size in errors.items() if size > MOST_NOISE * min(noise.get(name, 0.0), most)}
 
 
@@ -865,9 +865,9 @@ def _note_digest(digests: list[Digest], gradient: torch.Tensor) -> None:
 
 
 def _reach(outputs: Sequence[torch.Tensor], ends: set[int]) -> dict[int, Any]:
-    """Return the graph's nodes that backward comes to from `outputs`, by id, not looking beyond those in `ends`."""
+    """Return, by id, the autograd nodes that backward reaches from `outputs`, without going beyond those in `ends`."""
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen: dict[int, Any] = {}  # holds each node: an id belongs to a living one
+    seen: dict[int, Any] = {}  # holds each node: while it lives, its id is unique
     while waiting and len(seen) < MOST_NODES:
         node = waiting.pop()
         if id(node) not in seen:
@@ -888,7 +888,7 @@ class _Same(torch.autograd.Function):
 
 
 def _is_machinery(hook: Any) -> bool:
-    """Return whether ZeRO-3 or a policy put this hook there; the model's own are part of what it computes."""
+    """Return whether ZeRO-3 or a policy added this hook; the model's own hooks are part of what it computes."""
     while isinstance(hook, partial):
         hook = hook.func
     module = str(getattr(hook, "__module__", ""))
@@ -896,9 +896,9 @@ def _is_machinery(hook: Any) -> bool:
 
 
 def _pass_gradients_as_zero3(module: nn.Module) -> None:
-    """Put nodes around each input and output of a module, as ZeRO-3 does: gradients are added up at them.
+    """Put an autograd node at each input and output of a module, as ZeRO-3 does: gradients are added up there.
 
-    Without these nodes they would be added in another order, and round otherwise.
+    Without these nodes they would be added in another order, which rounds differently.
     """
     if "post_bwd_fn" not in vars(module):
         return
@@ -910,7 +910,7 @@ def _pass_gradients_as_zero3(module: nn.Module) -> None:
 
 @contextmanager
 def _gathered(weights: list[nn.Parameter]) -> Iterator[None]:
-    """Put ZeRO-3's shards together; all ranks must come here alike."""
+    """All-gather ZeRO-3's shards of `weights`, which is a collective: all ranks must call it alike."""
     sharded = [
         weight for weight in weights if hasattr(weight, "ds_status") and weight.ds_status.name != "AVAILABLE"
     ]
@@ -940,7 +940,7 @@ def _set_random_state(device: torch.device, state: RandomState) -> None:
 
 
 def _is_torchs(generator: torch.Generator) -> bool:
-    """Return whether it is in the state of torch's own on that device: then it is the same."""
+    """Return whether `generator` is torch's own of its device: it is if their states are equal."""
     own = torch.default_generator
     if generator.device.type == "cuda":
         own = torch.cuda.default_generators[generator.device.index or 0]
@@ -948,7 +948,7 @@ def _is_torchs(generator: torch.Generator) -> bool:
 
 
 def _plain(attributes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return those that are one value, without what nothing but `==` of tensors could compare."""
+    """Return the attributes that are single values, which `==` compares; tensors and containers are left out."""
     return [{k: v for k, v in own.items() if isinstance(v, (bool, int, float, str))} for own in attributes]
 
 
@@ -961,7 +961,7 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a forward may have left in a module's own attributes, its containers copied."""
+    """Return the attributes of `module` itself that a forward may change, with containers copied."""
     return {name: copy_containers(value) for name, value in vars(module).items() if _is_state(name, value)}
 
 

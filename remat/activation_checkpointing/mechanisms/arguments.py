@@ -30,7 +30,7 @@ EDITS = (
     "It would run again on other values; use checkpointing=none for such layers, or a policy that recomputes no whole "
     "layer (selective_modules, discard_output)"
 )
-STATE = {"hidden_states", "hidden_state", "inputs_embeds", "input"}  # where a layer takes it by keyword
+STATE = {"hidden_states", "hidden_state", "inputs_embeds", "input"}  # keywords of the hidden state
 
 
 def name_arguments(call: Replayable, args: tuple[Any, ...]) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class Replayable:
     """
 
     def __init__(self, call: Callable[..., Any], around: Around) -> None:
-        """`around(earlier, values)` makes what is entered around each run, after `earlier` ones; `values()` are the
+        """`around(earlier, values)` returns the context for a run after `earlier` other runs; `values()` returns the
         arguments by name.
         """
         self.function: Callable[..., Any] = call
@@ -224,10 +224,10 @@ class Replayable:
 
 @contextmanager
 def refuse_what_is_lost(values: Mapping[str, Any], layer: str, *, reentrant: bool) -> Iterator[None]:
-    """Surround the first pass of a layer that will run again with arguments `values`: its state, then the rest.
+    """Check the first pass of a layer that will run again. `values` are its arguments: its state, then the rest.
 
-    Raises ConfigError, naming `layer` and the argument, for a tensor that the layer edits in place, and, where
-    `reentrant`, for tensors that carry a gradient beside the state, be they there before or put into a container.
+    Raises ConfigError, naming `layer` and the argument, for a tensor that the layer edits in place. If `reentrant`, it
+    also raises for tensors beside the state that carry a gradient, and for tensors written to a container.
     """
     rest = dict(list(values.items())[1:]) if reentrant else {}
     for name, value in rest.items():

@@ -1,9 +1,9 @@
-"""Keep what a table says of each layer, on the device or on the host, and make the rest again from it.
+"""Keep the values that a layer's table names, on the device or on the host, and recompute the rest from them.
 
-The first call of a layer is written down (`tables/graph.py`), with everything kept until its forward is over. From then
-on the n-th tensor that autograd saves is entry n: it stays, is a weight that is read again, goes to host memory and
-comes back (`offload.py`), or is made again in backward by the operations that were seen, on demand. No dispatch mode
-is left. Every save is held against its entry; arguments of another size or kind are written down anew.
+The first call of a layer is recorded (`tables/graph.py`), with everything kept until its forward is over. From then on
+the n-th tensor that autograd saves is entry n. It stays, or is a weight that is read again, or moves to host memory and
+back (`offload.py`), or backward recomputes it on demand by the recorded operations. Later calls run without a dispatch
+mode. Every saved tensor is checked against its entry; a call with arguments of another size or kind is recorded anew.
 `planning/budget.py` makes the tables.
 """
 
@@ -59,12 +59,12 @@ from remat.config.options import CheckpointingConfig, StorageDtype
 from remat.config.units import MIB
 
 GRAPHS = "graphs"  # in Setup.shared: the graph of each layer's largest call, by index
-PROGRAMS = "programs"  # what equal layers under equal tables share
-MOST_SHAPES = 64  # of arguments, whose programs a layer remembers: lengths may vary without end
+PROGRAMS = "programs"  # in Setup.shared: programs that equal layers under equal tables share
+MOST_SHAPES = 64  # shapes of arguments whose programs a layer remembers: lengths may vary without end
 
 
 def remember(known: dict[Any, Program], key: Any, program: Program) -> None:
-    """Put `program` into `known`, in the place of the oldest where there are many."""
+    """Put `program` into `known`; if there are MOST_SHAPES already, drop the oldest."""
     if len(known) >= MOST_SHAPES:
         known.pop(next(iter(known)))
     known[key] = program
@@ -98,7 +98,7 @@ class LayerRunner:
 
     @property
     def gathers(self) -> bool:
-        """Return whether weights are there only while the modules that own them run."""
+        """Return whether weights are gathered only while the modules that own them run (ZeRO-3)."""
         return self.site.setup.zero_stage == 3
 
     @property
@@ -121,7 +121,7 @@ class LayerRunner:
                 self._check(program, entry, tensor)
             fate = entry.fate
             if fate is make or fate is move or (fate is weight and gathers):
-                # What is given is not what will be returned: it must be what the table says.
+                # Backward gets another tensor than this one, so this one must be the one of the table.
                 if type(tensor.grad_fn) is not entry.node:
                     self._check(program, entry, tensor)
                 if fate is weight:
@@ -164,7 +164,7 @@ class LayerRunner:
             )
 
     def _learn(self, key: Any, call: Replayable, args: tuple[Any, ...]) -> Any:
-        """Keep everything until the layer's forward is over, then carry out its table."""
+        """Record a call: keep everything until the layer's forward is over, then carry out its table."""
         slots: list[weakref.ref[Slot]] = []
 
         def pack(number: int, tensor: torch.Tensor) -> Slot:
@@ -222,7 +222,7 @@ class LayerRunner:
         )
 
     def _listen(self, side: str, name: str) -> None:
-        """Take values where they pass into a module or out of it."""
+        """Register a hook that takes values where they enter a module (`side` "in") or leave it ("out")."""
         if (side, name) in self._hooked:
             return
         self._hooked.add((side, name))
@@ -257,7 +257,7 @@ class LayerRunner:
         return list(dict.fromkeys(found))
 
     def with_weights(self, modules: list[nn.Module], run: Callable[[], None]) -> None:
-        """Run inside the hooks of `modules`, which gather their weights, where those are not there.
+        """Call `run` inside the hooks of `modules`, which gather their weights unless these are gathered already.
 
         DeepSpeed's coordinator fetches, waits, notes the order and releases, as for a forward.
         """
@@ -284,9 +284,9 @@ class LayerRunner:
         return None
 
     def _is_there(self, module: nn.Module) -> bool:
-        """Return whether the weights of `module` are gathered for a backward of its own, or for good.
+        """Return whether the weights of `module` are gathered for its own backward, or for good.
 
-        Not by their status alone: what happens to be prefetched must not change the order that ZeRO-3 has learnt.
+        Their status alone does not tell: what happens to be prefetched must not change the order that ZeRO-3 learnt.
         """
         if module in self._open:
             return True
@@ -307,7 +307,7 @@ class LayerRunner:
 
 
 class Frame:
-    """One forward of a layer until its backward is done: what is kept for programs, and who still reads it.
+    """The state of one forward of a layer until its backward is done: kept values, and how many readers they have left.
 
     `values` has a place for each value of the program's graph, then for the views of them that are read (`code.py`).
     `moved` has what is in host memory, until its last reader is done.
@@ -320,7 +320,7 @@ class Frame:
     ) -> None:
         self.runner, self.program, self.began = runner, program, False
         self.values: list[torch.Tensor | None] = [None] * program.places
-        self.versions: dict[int, int] = {}  # of what was not made here
+        self.versions: dict[int, int] = {}  # of values that were kept, not recomputed
         self.moved: dict[int, Any] = {}
         self.uses = program.readers.copy()
         self.constants = [
@@ -333,7 +333,7 @@ class Frame:
             self.put(value, given)
 
     def put(self, value: int, tensor: torch.Tensor) -> None:
-        """Take `value` for whoever needs it in backward, to host memory where the table says so."""
+        """Keep `value` for its readers in backward, in host memory if the table says so."""
         if value in self.program.moved:
             mover = self.runner.site.offload
             assert mover is not None
@@ -344,7 +344,7 @@ class Frame:
         self.values[value], self.versions[value] = tensor, tensor._version
 
     def bring(self, value: int) -> torch.Tensor:
-        """Return a moved value, as it was seen where it was taken."""
+        """Return a moved value on the device, with the size and stride that it was taken with."""
         mover = self.runner.site.offload
         assert mover is not None
         tensor = mover.unpack(self.moved[value])
@@ -354,7 +354,7 @@ class Frame:
         return tensor
 
     def take(self, entry: Entry) -> torch.Tensor:
-        """Return a saved tensor, after the operations that it needs."""
+        """Return a saved tensor, after running the operations that make it."""
         if not self.began:
             self._begin()
         value, slot, values, uses = entry.value, entry.slot, self.values, self.uses
@@ -412,7 +412,7 @@ class Frame:
             run(self)
 
     def _prepare(self, step: Step) -> None:
-        """Make what comes from outside of the module that owns the weights: one is gathered at a time, and once."""
+        """Make the inputs of `step` that other modules compute, so that one module is gathered at a time, and once."""
         for value in step.inputs:
             if self.values[value] is not None:
                 continue
@@ -432,7 +432,7 @@ class Frame:
         )
 
     def copy(self, leaf: Ref, becomes: int) -> torch.Tensor:
-        """Copy what an operation is going to edit: the value before it may be kept, or needed by others."""
+        """Copy what an operation will edit in place: the value before the edit may be kept, or have other readers."""
         base = self.values[leaf.value]
         assert base is not None
         flat = base.as_strided((base.untyped_storage().nbytes() // base.element_size(),), (1,), 0).clone()
@@ -441,7 +441,7 @@ class Frame:
         return flat.as_strided(*self._in_storage(leaf.value, leaf.place, base))
 
     def view(self, slot: int) -> torch.Tensor:
-        """Make the view that belongs into `slot`. One of a weight that is gathered lives no longer than it is used."""
+        """Make the view for `slot`. A view of a gathered weight is not stored: it lives no longer than it is used."""
         ref = self.program.views[slot]
         value = self.program.graph.values[ref.value]
         if value.kind == "weight":
@@ -456,14 +456,14 @@ class Frame:
         return tensor
 
     def _in_storage(self, value: int, place: Geometry, base: torch.Tensor) -> Geometry:
-        """Return `place` with an offset from the start of the storage; of an argument it counts from the argument."""
+        """Return `place` with an offset from the start of the storage; an argument's counts from the argument."""
         if self.program.graph.values[value].kind != "arg":
             return place
         return place._replace(offset=place.offset + int(base.storage_offset()))
 
 
 class WeightView:
-    """A weight or a view of it: read when it is gathered, and gathered here where it was released too early."""
+    """A weight or a view of it, read in backward while it is gathered; gathered here if it was released too early."""
 
     __slots__ = ("ref", "weight")
 
@@ -482,7 +482,7 @@ class WeightView:
 
 
 class Slot:
-    """A handle of the call that is written down: what it stands for is decided when the layer's forward is over."""
+    """A handle of the recorded call; its content is decided when the layer's forward is over."""
 
     __slots__ = ("__weakref__", "handle")
 
@@ -491,10 +491,10 @@ class Slot:
 
 
 def _unpack(handle: Any) -> torch.Tensor:
-    """Return what a handle stands for. Plain containers, because a layer makes dozens of handles a step.
+    """Return the tensor of a handle. Handles are plain containers, because a layer makes dozens of them a step.
 
-    [frame, entry, None or the tensor]: it is made again; autograd drops the handle when it is done with it, and a
-    second backward finds the tensor. (tensor, version): it stays.
+    [frame, entry, None or the tensor]: it is recomputed or moved back; it stays in the handle, for a second backward,
+    until autograd drops the handle. (tensor, version): it was kept.
     """
     if type(handle) is Slot:
         handle = handle.handle
@@ -517,7 +517,7 @@ def _unpack(handle: Any) -> torch.Tensor:
 
 
 def _is_made_by(entry: Entry, node: Any) -> bool:
-    """Return whether `node` is of the kind that the table names, and remember its class where that says as much."""
+    """Return whether `node` is of the kind that the table names; remember its class if that tells the kind."""
     if entry.maker is None:
         return True
     if maker(node) != entry.maker:
@@ -529,7 +529,7 @@ def _is_made_by(entry: Entry, node: Any) -> bool:
 
 def _view_of(weight: torch.Tensor, ref: Ref) -> torch.Tensor:
     place = ref.place
-    if weight.dtype is not ref.dtype:  # numbers in a parameter of bytes
+    if weight.dtype is not ref.dtype:  # a parameter of bytes that holds other numbers
         weight = weight.view(ref.dtype)
     if weight.shape == place.size and weight.stride() == place.stride:
         return weight
@@ -545,12 +545,12 @@ def row_of_value(value: Value) -> int:
 
 
 def host_bytes(value: Value, dtype: StorageDtype) -> int:
-    """Return what the host holds of `value` when it is moved."""
+    """Return the bytes that `value` takes on the host when it is moved."""
     return stored_bytes(value.nbytes, value.dtype.itemsize, row_of_value(value), dtype)
 
 
 def host_sizes(graph: Graph, table: Table, dtype: StorageDtype) -> list[int]:
-    """Return what the host holds of each value that `table` moves."""
+    """Return the bytes that each value that `table` moves takes on the host."""
     moved = choose_moved(graph, table, choose_kept(graph, table)) if table.offload else ()
     return [host_bytes(graph.values[value], dtype) for value in sorted(moved)]
 
@@ -570,7 +570,7 @@ def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> lis
 
 
 def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
-    """Tell which layers do not keep what their table says, to the byte; the layer's result may live on or not."""
+    """Tell which layers keep or move other bytes than their table says; the layer's own result may live on or not."""
     wrong = [
         index
         for index, layer in observed.items()

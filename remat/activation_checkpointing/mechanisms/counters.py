@@ -1,4 +1,4 @@
-"""Count what really happened in each layer since the last reset, and know where the computation is right now."""
+"""Count what really happened in each layer since the last reset, and track which layer runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-PLACE = "remat_place"  # of an exception that left a layer: (layer, recomputing)
+PLACE = "remat_place"  # attribute of an exception that left a layer: (layer, recomputing)
 
 
 class PolicyNotApplied(RuntimeError):
@@ -23,9 +23,9 @@ class LayerCounters:
 
     forwards: int = 0
     expected: int = 0
-    reached: int = 0  # of those expected, calls to whose results a gradient came: a result may be of no use
+    reached: int = 0  # of those expected, calls whose result got a gradient: a result may be unused
     recomputations: int = 0
-    abandoned: int = 0  # calls of micro-batches before this one that backward never came to
+    abandoned: int = 0  # calls in earlier micro-batches that backward never reached
     empty: int = 0  # calls of regions that saved nothing: backward may come and find nothing to recompute
     repeated: int = (
         0  # further recomputations of one call: a checkpoint of the model's own inside asks for more
@@ -42,7 +42,7 @@ class LayerCounters:
     output_bytes: int = 0  # of the layer's own result, in its last forward
     slices: int = 0  # of its MLP, in all its forwards
     slices_again: int = 0  # that ran again, each for its own backward
-    slices_thrice: int = 0  # that a recomputation of the layer ran, which its own backward makes a third time
+    slices_thrice: int = 0  # that a recomputation of the layer ran: their own backward runs them a third time
     table_bytes: int = 0  # what its table says that it keeps of its last forward, without its result
     table_moved_bytes: int = 0  # what its table says that was moved to host memory, in all forwards
 
@@ -64,8 +64,8 @@ class Scope:
     def __init__(self) -> None:
         self.layer: int | None = None
         self.recomputing = False
-        self.keeping = False  # no policy may act: a layer is run as it is without one
-        self.whole = False  # while layers are kept: nor may their MLPs be sliced
+        self.keeping = False  # no policy acts: a layer runs as it does without one
+        self.whole = False  # while `keeping`: MLPs are not sliced either
         self.note_later_run: Callable[[int], AbstractContextManager[None]] | None = (
             None  # entered around a later run of a part of a layer, in the micro-batch that is recorded
         )
@@ -73,7 +73,7 @@ class Scope:
         self._mlp_runs = 0
         self.in_region = False  # in the first run of a part of the layer that will be recomputed
         self.handed_out: Callable[[list[torch.Tensor]], None] | None = (
-            None  # told which results such a part may keep
+            None  # called with the results that such a part may keep
         )
 
     @contextmanager
@@ -115,7 +115,7 @@ class Scope:
 
 
 class _Inside:
-    """Entered several times for each layer and step: a class, because a generator takes three times as long."""
+    """The context of `Scope.inside`. It is entered often, and a generator would take three times as long."""
 
     __slots__ = ("_before", "_here", "_scope")
 
@@ -149,7 +149,7 @@ def one_run(layer: int, counts: LayerCounters, scope: Scope, earlier: int) -> It
 
 @contextmanager
 def _counted_saves() -> Iterator[list[None]]:
-    """List one entry per tensor that autograd saves, whatever the hooks around make of it; one where there are none."""
+    """Collect one entry per tensor that autograd saves under the outer hooks; without outer hooks, a single entry."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if outer is None:
         yield [None]

@@ -1,4 +1,4 @@
-"""DeepSpeed's own activation checkpointing function with all six of its switches, made safe for one run.
+"""Recompute layers by DeepSpeed's own activation checkpointing function, with all six of its switches, safely.
 
 `deepspeed.checkpointing` keeps its settings in module globals, empties its tensor arguments in place and checks nothing
 else. Here it is given one positional tensor, an alias that nobody else holds; `close` restores its globals; and
@@ -65,7 +65,7 @@ def problems(
     activation_elements: int | None = None,
     one_width: bool = True,
 ) -> list[str]:
-    """Tell why DeepSpeed's function cannot run so, or which switch has no effect: option, value, remedy.
+    """Tell why DeepSpeed's function cannot run with these options, or which switch has no effect, and the remedy.
 
     `num_calls`: checkpointed layers; `activation_elements`: micro-batch x sequence x hidden, when known; `one_width`:
     whether all micro-batches have the same shape.
@@ -159,7 +159,7 @@ class DeepSpeedCheckpointing:
 
     `num_calls`: calls of `run` between two backwards; `tensor_parallel`: an object with
     `get_tensor_model_parallel_{rank,world_size,group}` (deepspeed.utils.groups has them), whose ranks hold the same
-    activations. One at a time in a process, because DeepSpeed's settings are global; `close` gives them back.
+    activations. Only one may be open in a process, because DeepSpeed's settings are global; `close` resets them.
     """
 
     def __init__(
@@ -202,9 +202,9 @@ class DeepSpeedCheckpointing:
         counts: LayerCounters | None = None,
         layer: str = "a layer",
     ) -> Any:
-        """Run fn(hidden, *rest), and again in backward. `hidden` [batch, seq, hidden] stays as it is.
+        """Run fn(hidden, *rest), and again in backward. `hidden` [batch, seq, hidden] is not changed.
 
-        Only `hidden` is DeepSpeed's to keep, slice and move; `rest` is bound to `fn`, and must carry no gradient.
+        DeepSpeed keeps, slices and moves only `hidden`; `rest` is bound to `fn`, and must carry no gradient.
         Without gradients `fn` is simply called. `counts` grows by the bytes of `hidden` that went to the other ranks
         and to host memory. Raises ConfigError, naming `layer` and the argument, when another one does carry a gradient.
         """
@@ -217,7 +217,7 @@ class DeepSpeedCheckpointing:
             )
         hidden, rest = args[0], args[1:]
         named = name_arguments(fn, args) if isinstance(fn, Replayable) else dict(enumerate(args))
-        for name, value in list(named.items())[1:]:  # behind the hidden state
+        for name, value in list(named.items())[1:]:  # all after the hidden state
             if carry_gradient(value):
                 raise ConfigError(
                     f"checkpointing=deepspeed: {layer} is given a tensor that carries a gradient as argument {name}, "
@@ -239,7 +239,7 @@ class DeepSpeedCheckpointing:
     def reset(self) -> None:
         """Forget buffers of forwards that had no backward. Not between a forward and its backward."""
         offload = self._module._cpu_offload_engine
-        # else it would wait for copies for nothing
+        # else the reset would wait for copies in vain
         if offload is None or offload._tracker or offload._keep_last:
             self._module.reset()
         # a forward that raised leaves its timer running: the next could not start it
@@ -278,7 +278,7 @@ class DeepSpeedCheckpointing:
         return Alias.apply(hidden)
 
     def _check_same_on_all_ranks(self, hidden: torch.Tensor) -> None:
-        """Compare the ranks once: slices put together from different activations would be wrong, and no error."""
+        """Compare the ranks once: slices of different activations, put together, would be wrong without an error."""
         if self._same_checked or not self._cfg.partition_activations:
             return
         self._same_checked = True
@@ -329,7 +329,7 @@ def _start(setup: Setup) -> DeepSpeedCheckpointing:
 
 
 def _is_reentrant(cfg: CheckpointingConfig, layers: int, segments: bool) -> bool:
-    """Return true unless asked otherwise: the other variant has no early stop, which ZeRO-3 does not survive."""
+    """Return true unless the option says false: the other variant has no early stop, which ZeRO-3 needs."""
     return cfg.reentrant is not False
 
 

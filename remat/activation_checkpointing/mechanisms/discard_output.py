@@ -1,4 +1,4 @@
-"""Output-discarding recomputation of norms and activation functions (Megatron-LM's CheckpointWithoutOutput).
+"""Discard the outputs of norms and activation functions and recompute them (Megatron-LM's CheckpointWithoutOutput).
 
 Recomputing only a norm saves no memory, because the projection behind it keeps the norm's output. Here the output is
 freed as soon as the projection has run, with everything that the norm saved inside; backward runs the norm once more
@@ -43,7 +43,7 @@ Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 Place = int | tuple[torch.Size, tuple[int, ...], int]  # size, stride, offset from the output's own
 RANDOM = (nn.RReLU, nn.modules.dropout._DropoutNd)
-# they draw no random numbers through functions, where nothing could see it
+# roles whose modules draw no random numbers by function calls, which no module would show
 DISCARDABLE = "norm", "activation"
 
 
@@ -65,7 +65,7 @@ def problems(asked: list[str]) -> list[str]:
 
 
 class OutputDiscarding:
-    """The norms and activations of one layer. `pack` what autograd saves, `unpack` it in backward."""
+    """Output discarding in one layer: `pack` refers to what autograd saves, `unpack` returns it in backward."""
 
     def __init__(
         self, layer: nn.Module, roles_: list[str], index: int, counts: LayerCounters, scope: Scope
@@ -112,7 +112,7 @@ class OutputDiscarding:
         return self.forward is not None and self.forward.running is not None
 
     def pack(self, tensor: torch.Tensor) -> Handle | None:
-        """Refer to the call that made `tensor`, inside or as its output; None: no region has to do with it."""
+        """Return a handle to the region that made `tensor`, inside or as its output; None: no region did."""
         forward = self.forward
         if forward is None:
             return None
@@ -122,7 +122,7 @@ class OutputDiscarding:
         return region.of_output(tensor) if region else None
 
     def unpack(self, handle: Handle) -> torch.Tensor:
-        """Return the tensor; the first call for any of a region makes all of it again."""
+        """Return the tensor; the first call for a region recomputes all its tensors."""
         region = handle.region
         if not region.wanted:  # what only a dead branch saved is never asked for
             region.wanted = True
@@ -224,7 +224,7 @@ class Region:
         self._output: tuple[StorageWeakRef, torch.dtype, int] | None = None  # with its storage offset
 
     def inside(self, tensor: torch.Tensor) -> Handle:
-        """Take `tensor`, which autograd saves while the region runs."""
+        """Return a handle for `tensor`, which autograd saves while the region runs."""
         self._saves += 1
         if tensor.untyped_storage()._cdata not in self._elsewhere:
             self._note(tensor)
@@ -240,7 +240,7 @@ class Region:
         return True
 
     def of_output(self, tensor: torch.Tensor) -> Handle | None:
-        """Take `tensor`, a view of the output, which autograd saves later in the layer."""
+        """Return a handle for `tensor`, a view of the output, which autograd saves later in the layer."""
         assert self._output is not None
         _, dtype, offset = self._output
         if tensor.dtype != dtype:
@@ -260,11 +260,11 @@ class Region:
             )
 
     def freed_bytes(self) -> int:
-        """Count what autograd would have kept and is gone."""
+        """Return the bytes that autograd would have kept and that are free."""
         return sum(nbytes for storage, nbytes in self._gone.values() if storage.expired())
 
     def run_again(self) -> None:
-        """Fill the handles that autograd still holds."""
+        """Run the region again to fill the handles that autograd still holds."""
         handles = [handle for ref in self._handles if (handle := ref()) is not None]
         inside = {handle.place: handle for handle in handles if isinstance(handle.place, int)}
         args, kwargs = tree_unflatten([self._input(leaf) for leaf in self._inputs], self._tree)
@@ -310,9 +310,9 @@ class Region:
             self._gone[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def _callable(self) -> Callable[..., Any]:
-        """Return what runs the region: the module itself where ZeRO-3's hooks must gather its weights.
+        """Return what runs the region: the module itself if ZeRO-3's hooks must gather its weights.
 
-        Where they are there already, hooks must not run: they would release them in the middle of their own backward.
+        If the weights are gathered already, the hooks must not run: they would release them in the module's backward.
         """
         status = [
             parameter.ds_status.name
@@ -331,7 +331,7 @@ class _Input:
 
 
 def autocast_of_now(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return the autocast of now, to be entered again in backward."""
+    """Return a function that makes the present autocast context, to be entered again in backward."""
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext
     return partial(

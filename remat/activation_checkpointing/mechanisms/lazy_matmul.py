@@ -17,15 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.activation_checkpointing.mechanisms import operators
 
-# whose result has the type of its left matrix
+# matrix products whose result has the dtype of the left matrix
 OVERLOADS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1}  # position of the left matrix
 ONLY_VIEWS = {"aten::_unsafe_view"}  # reads no value, though its schema does not say that it is a view
-SAVES = "aten::detach"  # torch's recomputation takes what backward needs by this view: that is a use
+SAVES = "aten::detach"  # by this view torch's recomputation takes what backward needs: it counts as a use
 
 
 class DeferredMatmul:
-    """At most one product at a time. Its memory is allocated at once; its value comes before any next operation.
+    """One deferred product at most. Its memory is allocated at once; its value is computed before the next operation.
 
     Waiting for an operation that reads it would be unsafe: a Triton kernel's reads are not seen, only its allocations.
     A kernel that allocates nothing is not seen at all, so the value is computed at the latest when the Linear returns.
@@ -122,7 +122,7 @@ class SkipLastMatmul:
 
 
 class _Again:
-    """Entered around each recomputation of one call: there are several where a layer takes a gradient inside."""
+    """The context of each recomputation of one call: there are several if a layer takes a gradient inside."""
 
     def __init__(self, owner: SkipLastMatmul, calls: list[int]) -> None:
         self._owner, self._calls = owner, calls

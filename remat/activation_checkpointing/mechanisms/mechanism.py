@@ -56,14 +56,14 @@ class Mechanism:
     """How a layer is carried out. Many policies differ only in which layers they choose.
 
     treat: returns the function that runs in the place of the layer's forward.
-    is_reentrant(cfg, layers, segments): whether so many layers, recomputed together, are so by a reentrant function;
-        `segments`: where the options leave it open, segments are. None: there is no such variant.
+    is_reentrant(cfg, layers, segments): whether `layers` layers that are recomputed together use the reentrant variant;
+        `segments`: segments use it if the options leave it open. None: there is no such variant.
     refuse: tells what cannot work, before a weight is read.
     needs: the parts that a layer must have.
-    unmet: tells what the first step did not do, of its own layers.
-    runs_layer_again: as a whole. keeps_only_input: and nothing else of the layer lives until backward.
+    unmet: tells what the mechanism promised for its layers and the first step did not do.
+    runs_layer_again: backward runs the whole layer again. keeps_only_input: only its input lives until backward.
     stops_early: torch ends its recomputation when backward has all it needs.
-    restores_random_state: torch's own, around a recomputation.
+    restores_random_state: a recomputation gets torch's random state of the first run.
     remedy: what to do when the replay of a layer differs.
     """
 
@@ -85,7 +85,7 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class Tiling:
-    """The MLP of a layer that is computed in `count` slices of the tokens; 0: the plan is to choose how many.
+    """How a layer's MLP is computed, in `count` slices of the tokens; 0: the plan chooses the number.
 
     `mlp`, and the norms `before` and `after` it that are sliced with it, are modules of the layer; empty: none.
     """
@@ -101,8 +101,8 @@ class LayerDecision:
     """One decoder layer. Layers `first` to `last` are recomputed by one call, of which only the input is kept.
 
     `offload`: what the layer keeps lives in host memory until its backward. `entry`: the range of
-    `checkpointing.layers` that decided; empty: none did. `table`: what the layer keeps, where that was chosen by value.
-    `tiling`: of its MLP; None: that is computed whole.
+    `checkpointing.layers` that decided; empty: none did. `table`: what the layer keeps, if that was chosen by value.
+    `tiling`: of its MLP; None: the MLP is computed whole.
     """
 
     policy: Policy
@@ -120,7 +120,7 @@ Treated = Sequence[tuple[LayerDecision, nn.Module]]  # the layers of one mechani
 
 
 class Mover(Protocol):
-    """Where a layer's tensors may live until backward; `None` from `pack`: this one stays. `move` takes any."""
+    """Moves a layer's tensors elsewhere until backward. `pack` returns None for one that stays; `move` moves any."""
 
     def pack(self, tensor: torch.Tensor) -> Any | None: ...
 
@@ -170,7 +170,7 @@ class Site:
         return f"{type(self.layer).__name__} (layer {self.index})"
 
     def expect_recomputation(self, run: LayerForward) -> LayerForward:
-        """Count that backward will come once for this forward to the layers that are recomputed together."""
+        """Wrap `run` to count one expected recomputation per forward, for all layers that are recomputed together."""
         expecting = self.setup.counts[self.decision.first : self.decision.last + 1]
 
         def reached() -> None:
@@ -206,7 +206,7 @@ Observed = dict[int, ObservedLayer]  # by the layer's index
 
 @dataclass(frozen=True)
 class Listed:
-    """A list of the options of which every entry must take effect; `otherwise`: why one may not."""
+    """A list in the options, every entry of which must take effect; `otherwise`: why one may not."""
 
     option: str
     names: list[str]

@@ -1,11 +1,11 @@
-"""Hold what a layer keeps in host memory from its forward to its backward.
+"""Move what a layer keeps to host memory in its forward, and back for its backward.
 
 On a GPU tensors are copied out on a side stream while the next layer computes, and copied back while the layer above is
-in backward. One side stream serves both directions: then a buffer is never overwritten before it was read, and the last
-layer must be out before it can come back anyway. The device memory of a layer is freed when the layer after the next
-begins, after the compute stream has waited for the copy. With `record_stream` instead, a CPU that runs ahead would find
-no free memory and allocate that of the whole stack. Where a CPU computes, the same code copies at once into ordinary
-memory.
+in backward. One side stream serves both directions, so that a buffer is never overwritten before it was read; and the
+last layer must be out before it can come back anyway. The device memory of a layer is freed when the layer after the
+next begins, after the compute stream has waited for the copy. With `record_stream` instead, the CPU, which runs ahead
+of the GPU, would find no freed memory and allocate the memory of all layers. If a CPU computes, the same code copies at
+once into ordinary memory.
 
 Why existing engines are not used: DeepSpeed's manager takes only tensors on an accelerator and only marked inputs of
 layers, stores a tensor that is saved twice two times, and does nothing under ZeRO-3, whose hooks replace the marked
@@ -13,11 +13,11 @@ tensor. torch's save_on_cpu copies on the compute stream into fresh memory, one 
 
 In 8 bits (`encode`, `decode`) a tensor has one scale per row, which is its last dimension. fp8 is float8_e4m3fn (3
 mantissa bits: an error of at most 1/16 of each value), int8 is uniform (at most 1/254 of the largest value of the row).
-It changes the gradients slightly, so it is never a default.
+8-bit storage changes the gradients slightly, so it is never a default.
 
-Buffers (`HostPool`) are reused. They are cut from slabs. Where torch page-locks exact sizes, a large buffer is a slab
-of its own. Where torch rounds up to a power of two, slabs are powers of two, so large that at most an eighth is wasted.
-A returned buffer is joined with the free space beside it. Unused slabs are freed when a larger one is needed: with
+Buffers (`HostPool`) are cut from slabs and reused. If torch pins exact sizes, a large buffer is a slab of its own. If
+torch rounds pinned memory up to a power of two, slabs are powers of two, so large that at most an eighth is wasted. A
+returned buffer is joined with the free space beside it. Unused slabs are freed when a larger one is needed: with
 sequences of many lengths the pool would otherwise keep buffers for each length.
 """
 
@@ -73,8 +73,8 @@ class HostOffload:
         self.pool = HostPool(device, allocators)
         self.transfers = _Transfers(device)
         self._layers: list[LayerOffload | None] = [None] * num_layers
-        # What several saves, or several layers (masks, rotary tables), share is moved once. Every value keeps its
-        # storage's address from being given to another, so an address that is found belongs to this storage.
+        # A storage that several saves or layers share (masks, rotary tables) is moved once. Every value keeps the
+        # address of its storage from being reused, so an address that is found belongs to this storage.
         self.known: weakref.WeakValueDictionary[tuple[Any, ...], _Moved] = weakref.WeakValueDictionary()
         self.taken = Taken() if device.type == "meta" else None
 
@@ -84,9 +84,9 @@ class HostOffload:
         return layer
 
     def follow(self, index: int, output: Any) -> None:
-        """Begin to copy back when the gradient of `output` is there, before the layer's tensors are needed.
+        """Start to copy a layer back when the gradient of its `output` arrives, before its tensors are needed.
 
-        The layer below is copied back at the same time, also below a layer that keeps everything on the device.
+        The layer below is copied back at the same time, even if this layer keeps everything on the device.
         """
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -144,7 +144,7 @@ class HostOffload:
                     yield index, moved.storage.cdata, moved.nbytes
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Return the host memory itself: on a CPU machine it must not be taken for device memory."""
+        """Return the storages of the host buffers: on a CPU machine they must not count as device memory."""
         return self.pool.storages()
 
 
@@ -169,7 +169,7 @@ class Taken:
 
 
 class LayerOffload:
-    """What one layer keeps. `pack` what autograd or a policy saves, `unpack` it in backward."""
+    """The offload of one layer: `pack` moves what autograd or a policy saves, `unpack` returns it in backward."""
 
     def __init__(self, owner: HostOffload, index: int, counts: LayerCounters) -> None:
         self._owner, self._index, self._counts = owner, index, counts
@@ -178,7 +178,7 @@ class LayerOffload:
         self._in_backward = False
 
     def pack(self, tensor: torch.Tensor) -> Handle | None:
-        """Move `tensor`; None: it stays, being small, no floating point, or not on the device."""
+        """Move `tensor`, return its handle; None: it stays, as it is small, no floating point or not on the device."""
         storage = tensor.untyped_storage()
         item = tensor.element_size()
         start, length = span(tensor)
@@ -198,7 +198,7 @@ class LayerOffload:
         return self._handle(moved, tensor, start)
 
     def move(self, tensor: torch.Tensor, row: int) -> Handle:
-        """Move the whole storage of `tensor`, whatever its size. In 8 bits `row` values share a scale; 0: as it is."""
+        """Move the whole storage of `tensor`, whatever its size. In 8 bits `row` values share a scale; 0: unchanged."""
         length = tensor.untyped_storage().nbytes() // tensor.element_size()
         return self._handle(self._send(tensor, 0, length, row), tensor, 0)
 
@@ -218,9 +218,9 @@ class LayerOffload:
         )
 
     def unpack(self, handle: Handle) -> torch.Tensor:
-        """Return the tensor on the device, same values, size and stride. May be asked for more than once.
+        """Return the tensor on the device, with the same values, size and stride, as often as it is asked for.
 
-        Raises RuntimeError when the original was edited in place, as autograd does where nothing is moved.
+        Raises RuntimeError when the original was edited in place, as autograd does without offload.
         """
         if self.edited(handle):
             raise RuntimeError(
@@ -235,7 +235,7 @@ class LayerOffload:
         return handle.version.changed()
 
     def moved(self) -> list[_Moved]:
-        """Return what a graph still refers to."""
+        """Return the moved ranges that an autograd graph still refers to."""
         return list(self._moved.values())
 
     def drop(self) -> None:
@@ -258,7 +258,7 @@ class LayerOffload:
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """A tensor as a view of what was moved. `version`: an edit since then may have come before the copy."""
+    """A tensor as a view of a moved range. `version` shows later edits in place, which may precede the copy."""
 
     moved: _Moved
     version: Version
@@ -271,7 +271,7 @@ class Handle:
 
 
 class _Moved:
-    """A range of one storage in host memory. Lives as long as something in a graph refers to it.
+    """A range of one storage in host memory. It lives as long as an autograd graph refers to it.
 
     Once it is back on the device it stays there until then: memory is freed when it would be freed without offload,
     and a second backward finds everything in place.
@@ -349,9 +349,8 @@ class _Transfers:
         self._leaving: list[torch.Tensor] = []  # of the layer that runs
         # of the layers before
         self._left: deque[tuple[torch.cuda.Event | None, list[torch.Tensor]]] = deque()
-        self.simulates_gpu = (
-            False  # on meta tensors: no copy is an operation of the GPU, and each takes its time
-        )
+        # on meta tensors: copies are no operations of the GPU, and memory is freed as if they took time
+        self.simulates_gpu = False
 
     def enter(self, layer: int) -> None:
         """Free the device memory of the layer before the last, now that `layer` runs forward."""
@@ -382,7 +381,7 @@ class _Transfers:
         """Return device copies of host tensors and the event after which they may be read.
 
         They are allocated on the compute stream, where they will be used and freed, so the caching allocator needs no
-        record of the side stream; its copy starts when the compute stream has done with that memory's former owner.
+        record of the side stream. The copy starts when the compute stream has finished with the memory's former owner.
         """
         parts = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in host]
         if self.simulates_gpu:
@@ -395,7 +394,7 @@ class _Transfers:
         return parts, self._side.record_event() if self._side is not None else None
 
     def forward_is_over(self) -> None:
-        """Free all that left: nothing more leaves before the first copy comes back."""
+        """Free the device memory of all that was copied out: nothing more leaves before the first copy comes back."""
         if not self._copies_at_once:
             self._layer = None
             self._close()
@@ -435,7 +434,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 def _row(tensor: torch.Tensor, start: int, length: int) -> int:
     """Return how many values share a scale. 0: `tensor` is stored as it is.
 
-    Statistics of a norm or of attention carry no gradient and decide over everything else, so they stay exact.
+    Statistics of a norm or of attention carry no gradient and affect all other values, so they stay exact.
     """
     if not tensor.requires_grad:
         return 0
@@ -460,7 +459,7 @@ def pool_bytes(sizes: Iterable[int], allocators: Allocators) -> int:
 
 
 def stored_bytes(nbytes: int, element_bytes: int, row: int, dtype: StorageDtype) -> int:
-    """Return what the host holds of `nbytes` of a tensor: a byte for each value and a scale (fp32) for each row."""
+    """Return the host bytes for `nbytes` of a tensor: as many, or a byte per value and an fp32 scale per row."""
     if dtype is StorageDtype.same or not row:
         return nbytes
     values = nbytes // element_bytes
@@ -491,7 +490,7 @@ def decode(payload: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
 
 
 class HostPool:
-    """`take(nbytes)` a uint8 buffer and `give` it back."""
+    """A pool of host buffers. `take(nbytes)` a uint8 buffer and `give` it back."""
 
     def __init__(self, device: torch.device, allocators: Allocators = TORCH_DEFAULT) -> None:
         """`device` is where the model computes, `allocators` how torch rounds page-locked memory."""
@@ -571,9 +570,9 @@ class _Slab:
 
 
 def slab_bytes(size: int, allocators: Allocators = TORCH_DEFAULT) -> int:
-    """Return the bytes of a slab for buffers of `size` bytes: one large buffer, where torch does not round it up.
+    """Return the bytes of a slab for buffers of `size` bytes: `size`, if it is large and torch does not round it up.
 
-    Else the smallest power of two of which such buffers fill at least seven eighths.
+    Otherwise it is the smallest power of two of which such buffers fill at least seven eighths.
     """
     if 2 * size > SMALLEST_SLAB_BYTES and allocators.pinned_bytes(size) == size:
         return size
@@ -584,7 +583,7 @@ def slab_bytes(size: int, allocators: Allocators = TORCH_DEFAULT) -> int:
 
 
 def problems(cfg: CheckpointingConfig, decisions: Sequence[LayerDecision], setting: Setting) -> list[str]:
-    """Tell why what these layers keep cannot be moved to the host so, or would not be."""
+    """Tell why these options cannot move what the layers keep to the host, or have no effect."""
     offload = cfg.offload
     if not offload.enabled:
         if offload.dtype is StorageDtype.same:
@@ -614,10 +613,10 @@ def problems(cfg: CheckpointingConfig, decisions: Sequence[LayerDecision], setti
 
 
 def unmet(cfg: CheckpointingConfig, observed: Observed, *, full: bool = True) -> list[str]:
-    """Tell of layers (all that ran) whose kept tensors were to be moved and were not, or did not leave the device.
+    """Tell which of the layers that ran should have moved their kept tensors and did not, or did not free them.
 
     `full` false: the first step's micro-batches were shorter than train.seq_len, and their tensors may all be below
-    `offload.min_bytes`, where those of a full one are not.
+    `offload.min_bytes`, although those of a full one are not.
     """
     moving = {index: layer for index, layer in observed.items() if layer.decision.offload}
     found = [

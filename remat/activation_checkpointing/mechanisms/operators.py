@@ -1,4 +1,4 @@
-"""Operators by name: which ones a selective policy lists, what they write to, what can be kept of them."""
+"""Describe operators by name: which ones a selective policy lists, what they write to, which results can be kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FUSED_ATTENTION = re.compile(
     r"|flex_attention"
 )
 COLLECTIVES = re.compile(r"_c10d_functional(_autograd)?::(?!wait_tensor)\w+(?<!_)(?<!_out)")
-# What a router chooses experts with: a result that is rounded otherwise may choose others.
+# A router chooses experts by these: inputs that are rounded differently may choose other experts.
 CHOICES = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::multinomial"}
 GROUPS: dict[str, Callable[[str], bool]] = {
     "attention": lambda name: FUSED_ATTENTION.fullmatch(name) is not None,
@@ -105,7 +105,7 @@ def _kind(schema: Any) -> str:
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Identify its memory while it lives; 0: it has none of its own (a wrapper around other tensors)."""
+    """Return an identity of the tensor's memory while it lives; 0: it has none (a wrapper around other tensors)."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -113,7 +113,7 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def storages(tree: Any) -> set[int]:
-    """Identify the memory of all tensors in `tree` that have some."""
+    """Return the identities of the memory of all tensors in `tree` that have some."""
     return {storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)} - {0}
 
 
@@ -146,7 +146,7 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 class Version:
-    """Whether a tensor is edited in place from now on. Holds no memory of it: an alias shares the version counter."""
+    """Detects later edits of a tensor in place. It holds none of its memory: an alias shares the version counter."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._alias = tensor.detach()

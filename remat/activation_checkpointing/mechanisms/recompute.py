@@ -1,11 +1,11 @@
-"""Recompute whole layers: each by itself, or several together as one segment. torch's checkpoint, in both variants.
+"""Recompute whole layers by torch's checkpoint, in both variants: each by itself, or several together as one segment.
 
-The reentrant variant runs the region outside of autograd: it sees the tensors that are handed in and out one by one,
-and nothing else. What a layer takes and changes beside them is refused in `arguments`.
+The reentrant variant runs the region outside autograd, which sees only the tensors that are passed in and out one by
+one. `arguments` refuses layers with other inputs or side effects that this would lose.
 
 Of a segment only the first layer's input is kept. A model calls its layers one by one, so all but the last of a segment
 put themselves on a list and return a stand-in for their output; the last one runs the list. The stand-in refuses every
-use but being handed to the next layer.
+use except as input of the next layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from remat.config.options import CheckpointingConfig, ConfigError, Policy
 WITHOUT_SEGMENTS = "use checkpointing=full"
 SEGMENTED = {Policy.uniform, Policy.sqrt}
 NO_LAYERDROP = "set it to 0 (model.architecture, or config.json in the model's folder)"
-LIFTED = object()  # in the place of a tensor that is handed in
+LIFTED = object()  # in the place of a tensor that is passed in separately
 ContextPair = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
@@ -53,9 +53,7 @@ class Recompute:
         """Run call(*args), whose keyword arguments are bound; in the reentrant variant they must carry no gradient."""
         if self.reentrant:
             state_of(args)
-        elif args and isinstance(
-            args[0], tuple
-        ):  # only tensors that are positional pass the hooks around the layer
+        elif args and isinstance(args[0], tuple):  # the hooks around the layer see only positional tensors
             lifted = Lifted(call, args)
             return self(lifted, *lifted.take())
         return self(call, *args)
@@ -214,7 +212,7 @@ class FlatRegion:
         return tuple(leaves[i].detach() if reentrant else leaves[i] for i in self._places)
 
     def rebuild(self, outputs: Any) -> Any:
-        """Return what `fn` returned, in the tensors that the reentrant function made of it."""
+        """Return the structure that `fn` returned, with the tensors that the reentrant function returned."""
         tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         leaves = list(self._others)
         for place, tensor, carries in zip(self._places, tensors, self._carries, strict=True):
@@ -224,10 +222,10 @@ class FlatRegion:
 
 
 class Lifted:
-    """A call whose tensors are handed in one by one: `call(*args)` is `lifted(*lifted.take())`.
+    """A call whose tensors are passed in one by one: `call(*args)` is `lifted(*lifted.take())`.
 
-    Lifted are tensors and tuples of them, not what could be written to (containers), and no Parameters: ZeRO-3 may have
-    partitioned them until the recomputation.
+    Tensors and tuples of tensors are lifted. Containers are not, because the call could write to them; Parameters are
+    not, because ZeRO-3 may have partitioned them by the recomputation.
     """
 
     def __init__(self, call: Replayable, args: tuple[Any, ...]) -> None:
@@ -260,7 +258,7 @@ def state_of(args: tuple[Any, ...]) -> torch.Tensor:
 
 @contextmanager
 def as_if_kept() -> Iterator[None]:
-    """Switch gradients on, and keep nothing for them."""
+    """Switch gradients on, but save no tensors for backward."""
     with torch.enable_grad(), saved_tensors_hooks(_keep_nothing, _never):
         yield
 
@@ -285,7 +283,7 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _fresh(value: Any) -> Any:
-    """Put a leaf in the place of an argument: what runs on it is no part of the graph above."""
+    """Return a leaf in the place of a tensor argument: what runs on it is not part of the outer graph."""
     if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
         return value
     return value.detach().requires_grad_(value.requires_grad)
@@ -304,9 +302,9 @@ def _never(packed: Any) -> torch.Tensor:
 
 
 def skip_last_matmul(site: Site, region: nn.Module, recompute: Recompute) -> Recompute:
-    """Skip a recomputation's last product under ZeRO-3, where nothing needs it; below, torch stops before it.
+    """Skip the last matrix product of a recomputation under ZeRO-3; at lower stages torch stops before it.
 
-    A compiled layer runs to its end.
+    Nothing needs that product. A compiled layer runs to its end.
     """
     if site.setup.zero_stage < 3 or recompute.reentrant or site.setup.compiled:
         return recompute
@@ -332,7 +330,7 @@ def _treat(site: Site) -> LayerForward:
 
 
 def _is_reentrant(cfg: CheckpointingConfig, layers: int, segments: bool) -> bool:
-    """Choose it for segments under ZeRO-3: the other variant holds the weights of all their layers in backward."""
+    """Choose it for segments under ZeRO-3, where the other variant holds the weights of all layers in backward."""
     return (segments and layers > 1) if cfg.reentrant is None else cfg.reentrant
 
 
@@ -353,7 +351,7 @@ def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> lis
 
 
 def _returns_tuple(layer: nn.Module) -> bool:
-    """Return whether its source says so; what hides from that is found in the first forward."""
+    """Return whether the source of the layer's forward returns a tuple; the first forward finds what this misses."""
     try:
         source = inspect.getsource(inspect.unwrap(type(layer).forward))
     except (OSError, TypeError):

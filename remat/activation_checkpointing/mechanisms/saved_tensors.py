@@ -1,7 +1,8 @@
-"""Treat the tensors that autograd saves while one layer runs. One pair of hooks, because hooks do not nest.
+"""Treat the tensors that autograd saves while one layer runs, by one pair of hooks, because hooks do not nest.
 
-In this order: a weight of the layer is never stored (under ZeRO-3 it is referred to, and read when gathered again); a
-norm's or activation's output is discarded; what is left is moved to the host; everything else stays where it is.
+The first of these rules that applies decides: a weight of the layer is never stored (under ZeRO-3 it is referred to,
+and read when gathered again); a norm's or activation's output is discarded; another tensor is moved to the host, if the
+layer offloads; everything else stays where it is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Packed = tuple[Callable[[Any], torch.Tensor], Any]  # the function that gives th
 
 
 class SavedTensors:
-    """What autograd saves of one layer. `by_reference` (ZeRO-3): it must not hold gathered weights.
+    """The hooks on what autograd saves in one layer. `by_reference` (ZeRO-3): they must not hold gathered weights.
 
     DeepSpeed frees a gathered weight by taking the memory from the parameter. That is enough for a weight that is saved
     itself, not for a view of it: fused experts, which are used through slices, would stay gathered until backward.
@@ -37,7 +38,7 @@ class SavedTensors:
         discarded: OutputDiscarding | None,
         model: nn.Module | None = None,
     ) -> None:
-        """`model`: the one that DeepSpeed is given, which knows what it has under way."""
+        """`model`: the one given to DeepSpeed, which keeps there the gathers that are under way."""
         self._layer, self._by_reference, self._model = layer, by_reference, model
         self._offload, self._discarded = offload, discarded
         self._weights: list[nn.Parameter] | None = None
@@ -46,7 +47,7 @@ class SavedTensors:
         self._hooks = ExitStack()
 
     def hooks(self) -> AbstractContextManager[None]:
-        """Return what is entered around one forward of the layer; it does nothing where there is nothing to do."""
+        """Return the context for one forward of the layer; it does nothing if no rule can apply."""
         # now, and not earlier: DeepSpeed partitions the weights after the policy is in place
         if self._weights is None:
             self._weights = list(self._layer.parameters())
@@ -60,7 +61,7 @@ class SavedTensors:
         self._hooks.close()
 
     def _follow_gathers(self) -> None:
-        """Note weights where the module runs that owns them: there ZeRO-3 gathers them, whose hooks came first."""
+        """Note weights when the module that owns them runs: ZeRO-3's hooks, which run first, have gathered them."""
         for module in self._layer.modules():
             self._hooks.callback(module.register_forward_pre_hook(self._note_gathered).remove)
 
@@ -107,7 +108,7 @@ class SavedTensors:
         return (self._from_weight, view) if view else None
 
     def _from_weight(self, view: _WeightView) -> torch.Tensor:
-        """Read from the weight, gathered for backward; gathered here where it was released too early."""
+        """Read the view from its weight, gathered for backward; gather it here if it was released too early."""
         weight = view.weight
         status = "AVAILABLE" if weight.is_meta else weight.ds_status.name
         if status == "INFLIGHT":
@@ -122,7 +123,7 @@ class SavedTensors:
         return values
 
     def _wait_for(self, weight: Any) -> None:
-        """Wait for `weight`, which DeepSpeed asked for ahead of time, on a stream of its own."""
+        """Wait for `weight`, which DeepSpeed prefetches on a stream of its own."""
         handle = getattr(self._model, "ds_inflight_param_registry", {}).pop(weight, None)
         if handle is None:
             raise RuntimeError(
@@ -156,7 +157,7 @@ def _unpack(packed: Packed) -> torch.Tensor:
 
 
 def _pass(tensor: torch.Tensor, outer: Any) -> Packed:
-    """Keep `tensor` itself. An alias of it: an output that is held by its own grad_fn is never freed."""
+    """Keep `tensor` itself, by an alias: an output that is held by its own grad_fn is never freed."""
     if outer is not None:
         pack, unpack = outer
         return unpack, pack(tensor)
@@ -164,7 +165,7 @@ def _pass(tensor: torch.Tensor, outer: Any) -> Packed:
 
 
 def _unedited(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """Check what autograd checks itself, but not where there are hooks."""
+    """Return the tensor. Raises RuntimeError if it was edited in place, which autograd does not check under hooks."""
     tensor, version = kept
     if tensor._version != version:
         raise RuntimeError(
@@ -175,9 +176,9 @@ def _unedited(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 def _view_of(weights: Iterable[nn.Parameter], tensor: torch.Tensor) -> _WeightView | None:
-    """Find `tensor` in one of these sharded weights, which were gathered into its buffer, and may have left it.
+    """Find `tensor` as a view of one of `weights`, which ZeRO-3 gathered into its storage and may have released since.
 
-    Weights of a plan, on meta, are not sharded, and count as those of the run.
+    Weights of a plan are on meta and not sharded; they are treated like those of the run.
     """
     storage = tensor.untyped_storage()._cdata
     for weight in weights:

@@ -52,7 +52,7 @@ def recompute_inside(
     """
 
     def region_of(module: nn.Module, name: str, *in_it: str) -> Callable[[Region, Any, Any], Any]:
-        """Make what recomputes `module`. `in_it`: the roles that are recomputed when it is."""
+        """Return a function that recomputes `module`. `in_it`: the roles that are recomputed with it."""
         recompute = recompute_of(module)
         attends = bool({layers.CORE_ATTENTION, "attention"} & set(in_it))
 
@@ -94,7 +94,7 @@ def _any_inside(found: layers.Modules, outer: str) -> bool:
 
 
 def _watched(fn: Region, scope: Scope, attends: bool) -> Region:
-    """Make the first run of `fn` tell what of its results may be kept: of attention not the weights."""
+    """Make the first run of `fn` tell which of its results may be kept: all, but not the weights of attention."""
     if scope.handed_out is None:
         return fn
     first = True
@@ -137,7 +137,7 @@ def _run(
 
 
 def wrap_forward(module: nn.Module, region: Callable[[Region, Any, Any], Any]) -> Callable[[], None]:
-    """Wrap it on the instance: hooks stay outside, names and classes as they are."""
+    """Wrap the instance's `forward`: hooks stay outside, names and classes stay the same. Returns the undo."""
     before = module.__dict__.get("forward")
     forward = module.forward
 
@@ -156,7 +156,7 @@ def wrap_forward(module: nn.Module, region: Callable[[Region, Any, Any], Any]) -
 
 
 class _Name(str):
-    """Reads as the implementation's own name; in the registry it is a key of its own."""
+    """A string that reads as the implementation's name, but is a key of its own in the registry."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -166,7 +166,7 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
     """Give this one module a copy of its config whose attention is a registered wrapper around the real one.
 
     Masks are made from the model's config, which is not touched. What the module itself asks of the name (eager or
-    not, flash or not) must get the true answer, and so must the real function: it runs with the config of before.
+    not, flash or not) must get the true answer, and so must the real function: it runs with the original config.
     """
     config = attention.config
     name = _Name(config._attn_implementation)
@@ -204,7 +204,7 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
 def refuse_input_noise(
     setting: Setting, modules: list[nn.Module], option: str, effect: str, remedy: str
 ) -> list[str]:
-    """Refuse sparse blocks that multiply their input with noise where it lies, as a field of the config says."""
+    """Refuse sparse blocks that multiply their input by noise in place, as a field of the config says."""
     found = next(((type(m).__name__, noise) for m in modules if (noise := layers.input_noise(m))), None)
     if found is None:
         return []
@@ -258,7 +258,7 @@ def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
 
 
 def _find_kept_inside(observed: Observed) -> list[str]:
-    """Find layers that hold what a recomputed module made on its way to its result, attention weights too."""
+    """Find layers that keep intermediate values of a recomputed module, attention weights included."""
     wrong = [
         index
         for index, layer in observed.items()

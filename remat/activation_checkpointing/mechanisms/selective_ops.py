@@ -1,9 +1,9 @@
 """Keep the results of chosen operations, recompute the rest of the layer around them.
 
-Two dispatch modes of our own. torch's `create_selective_checkpoint_contexts` counts every operation: under ZeRO-3 the
-gathers inside a layer differ between forward and recomputation, so it raises, or hands back a Linear's result to which
-DeepSpeed then adds the bias a second time. Here only listed operations are counted, and a result is dropped as soon as
-anything writes to its memory.
+This needs two dispatch modes of its own. torch's `create_selective_checkpoint_contexts` counts every operation: under
+ZeRO-3 the gathers inside a layer differ between forward and recomputation, so it raises, or returns a Linear's result
+to which DeepSpeed then adds the bias a second time. Here only listed operations are counted, and a result is dropped as
+soon as anything writes to its memory.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def problems(cfg: SelectiveOpsConfig) -> list[str]:
 class SelectiveCheckpoint:
     """Selective checkpointing of one layer. `contexts()` is torch's context_fn: a new store per forward.
 
-    The named Linears tell through hooks when they run: the modes see operations, not modules. Raises ConfigError.
+    Hooks on the named Linears tell when they run: the modes see operations, not modules. Raises ConfigError.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class SelectiveCheckpoint:
         self._hooks.close()
 
     def start(self) -> None:
-        """Begin a pass; an interrupted one may have left a Linear."""
+        """Begin a pass: forget the Linear that an interrupted pass may have left."""
         self.running, self.call, self.in_linear, self.postponed = "", 0, False, None
 
     def current_call(self) -> int:
@@ -107,7 +107,7 @@ class SelectiveCheckpoint:
         return self.call if self.running else 0
 
     def key(self, operator: operators.Operator, ran: Counter[tuple[str, str]]) -> Key | None:
-        """Return where this call of a listed operator is kept; None: not on the list. `ran` counts in this pass."""
+        """Return the key of this call of a listed operator; None: it is not kept. `ran` counts calls in this pass."""
         name = operator.name
         if self.running in self._kept_linears and name in operators.MATMULS:
             place = (self.running, name)
@@ -194,7 +194,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _CachingMode(_Mode):
-    """Entered in forward."""
+    """The mode of the forward: it keeps results of listed operations."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -256,7 +256,7 @@ class _CachingMode(_Mode):
                 self._store.drop(key)
 
     def _note_reads(self, operator: operators.Operator, args: Any, kwargs: Any, result: Any) -> None:
-        """Note which values are read. A view is no use; nor is being the target of the absorbed addition, or sum."""
+        """Note which kept results are read. A view of one does not count, nor does an absorbed addition or sum."""
         made = operators.storages(result)
         finishing = _finishes(operator, args) is not None
         used = args[1:] if finishing else args
@@ -268,7 +268,7 @@ class _CachingMode(_Mode):
 
 
 class _CachedMode(_Mode):
-    """Entered in the recomputation. At its end all is freed: a second one recomputes everything."""
+    """The mode of the recomputation: it reuses kept results. All are freed at its end: a second one reuses nothing."""
 
     def __init__(self, results: SelectiveCheckpoint, store: SavedOutputs) -> None:
         super().__init__(results, store)
@@ -327,7 +327,7 @@ class _CachedMode(_Mode):
 
 
 class SavedOutputs:
-    """What one forward keeps for its recomputation, by the place it ran at: results of operations.
+    """The results of operations that one forward keeps for its recomputation, by the key of their call.
 
     While it holds a tensor, the address of its storage is its identity."""
 
@@ -367,7 +367,7 @@ class SavedOutputs:
 
 @dataclass
 class SavedOutput:
-    """The result of one operation, as leaves: detached tensors, handles of moved ones, anything else."""
+    """The result of one operation, as leaves: detached tensors, handles of moved tensors, and anything else."""
 
     call: int  # of a Linear; 0: outside of them
     leaves: list[Any]
@@ -402,14 +402,14 @@ def _detached(leaf: Any) -> Any:
         return leaf.detach()
 
 
-IN_PLACE = ("aten::add_", "_c10d_functional::all_reduce_")  # the second where a plan counts such a sum
+IN_PLACE = ("aten::add_", "_c10d_functional::all_reduce_")  # the second in plans, which count such sums
 
 
 def _finishes(operator: operators.Operator, args: Any) -> torch.Tensor | None:
-    """Return what this operation edits in place, if it may be the last part of a Linear; None: it is another.
+    """Return the tensor that this operation edits in place, if it may be the last part of a Linear; else None.
 
-    ZeRO-3's Linear adds its bias so (deepspeed/runtime/zero/linear.py), and a tensor-parallel one sums its product over
-    the ranks (RowParallel in deepspeed/module_inject/layers.py).
+    ZeRO-3's Linear adds its bias in place (deepspeed/runtime/zero/linear.py), and a tensor-parallel one sums its
+    product over the ranks (RowParallel in deepspeed/module_inject/layers.py).
     """
     if operator.name in IN_PLACE:
         return args[0]

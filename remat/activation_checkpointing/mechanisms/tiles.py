@@ -1,9 +1,9 @@
 """Compute the MLP of a recomputed layer, and the norms around it, in slices of the tokens.
 
-Each slice is a checkpoint of its own inside the layer's. The layer's recomputation ends where the MLP's input is there,
-because nothing that comes after it is needed; backward then makes one slice again at a time. So the MLP runs twice,
-as it does without slices, and of its intermediate values those of one slice exist at a time. Autograd adds up the
-gradient of a weight over the slices and hands it on once.
+Each slice is a checkpoint of its own inside the layer's. The layer's recomputation ends when it has the MLP's input,
+because nothing after that is needed; backward then recomputes one slice at a time. So the MLP runs twice, as it does
+without slices, and only the intermediate values of one slice exist at a time. Autograd adds up the gradient of a weight
+over the slices and passes it on once.
 
 ZeRO-3 gathers the MLP whole, once for all its slices.
 """
@@ -35,7 +35,7 @@ Compute = Callable[[Tensor], Tensor]
 
 
 def slice_mlp(site: Site) -> None:
-    """Make the MLP of the layer at `site` run in slices until the policy is removed, where it is to."""
+    """Make the MLP of the layer at `site` run in slices until the policy is removed, if its decision says so."""
     setup, tiling = site.setup, site.decision.tiling
     if tiling is None or tiling.count < 2:
         return
@@ -43,7 +43,7 @@ def slice_mlp(site: Site) -> None:
     norms = [site.layer.get_submodule(name) if name else None for name in (tiling.before, tiling.after)]
     sliced = _SlicedMlp(site, mlp, tiling.count, *(norm and norm.forward for norm in norms))
     for norm in norms:
-        if norm is not None:  # its place in the layer passes on what it is given: the MLP does its work
+        if norm is not None:  # in the layer it returns its input: the sliced MLP does its work
             setup.cleanup.callback(wrap_forward(norm, sliced.pass_on))
     setup.cleanup.callback(wrap_forward(mlp, sliced.run))
     if setup.zero_stage == 3:
@@ -61,11 +61,11 @@ class _SlicedMlp:
         self._recompute = skip_last_matmul(site, mlp, recompute)
 
     def pass_on(self, forward: Compute, args: Any, kwargs: Any) -> Any:
-        """Stand where a norm is in the layer."""
+        """Run in place of a norm: return its input, which the sliced MLP normalises."""
         return forward(*args, **kwargs) if self._scope.whole else args[0]
 
     def run(self, forward: Compute, args: Any, kwargs: Any) -> Any:
-        """Stand where the MLP is in the layer. It is given, and returns, [batch, seq, hidden]."""
+        """Run in place of the MLP, from [batch, seq, hidden] to the same shape."""
         if self._scope.whole:
             return forward(*args, **kwargs)
         (hidden,) = args
@@ -93,14 +93,14 @@ class _SlicedMlp:
         return self._after(part) if self._after else part
 
     def compute_again(self, part: Tensor) -> Tensor:
-        """Do so for the backward of this slice."""
+        """Compute a slice again, for its backward."""
         self._site.counts.slices_again += 1
         with self._scope.inside(self._site.index, recomputing=True):
             return self.compute(part)
 
 
 class _Slice:
-    """One slice: its first call computes what it is given, the second reads that from what is kept."""
+    """One slice: its first call computes the given `part`, the second takes the same tokens from `kept`."""
 
     def __init__(self, mlp: _SlicedMlp, kept: _Kept, number: int, part: Tensor) -> None:
         self._mlp, self._kept, self._number = mlp, kept, number
@@ -124,11 +124,11 @@ class _Kept:
         self._tokens: Tensor | None = None
 
     def open(self) -> None:
-        """Read it: the layer runs again now, down to its MLP."""
+        """Read the saved input, which makes the layer run again now, up to its MLP."""
         (self._tokens,), self._node = self._node.saved_tensors, None
 
     def take(self, number: int) -> Tensor:
-        """Return the tokens of a slice; the last that is taken lets go of all."""
+        """Return the tokens of a slice; taking the last slice frees all tokens."""
         assert self._tokens is not None, "backward comes to the result before it comes to the slices"
         part = self._tokens.detach().narrow(1, *self._span(number, self._tokens.shape[1]))
         self._left -= 1
@@ -142,7 +142,7 @@ class _Kept:
 
 
 class _Save(torch.autograd.Function):
-    """Saves its first argument for backward, which never comes to it."""
+    """Saves its first argument for backward, which never reaches this node."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, carrier: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def _gather_together(mlp: nn.Module, norms: list[nn.Module]) -> Callable[[], Non
 
 
 def _mark(module: nn.Module, args: Any) -> Any:
-    """Make the MLP's input require a gradient: with that DeepSpeed takes those of the weights, and not before."""
+    """Make the MLP's input require a gradient: only when it comes does DeepSpeed take the gradients of the weights."""
     if not torch.is_grad_enabled() or args[0].requires_grad:
         return args
     return (args[0].detach().requires_grad_(), *args[1:])
@@ -226,13 +226,13 @@ def unmet(observed: Observed) -> list[str]:
     return found
 
 
-# What of a layer can be sliced.
+# Finding what can be sliced in a layer
 
 
 def find_tilings(
     model: nn.Module, decisions: Sequence[LayerDecision], run: Callable[[], Any]
 ) -> list[LayerDecision]:
-    """Return `decisions` with the names of what is sliced in each layer, as one forward of `model` shows them.
+    """Return `decisions` with the names of the modules to slice in each layer, found by one forward of `model`.
 
     `run` is a forward of `model` in training mode, also on meta tensors. Raises ConfigError, with everything that is
     wrong, where the MLP of a layer cannot be sliced.
@@ -267,7 +267,7 @@ def find_tilings(
 
 
 def _problem(layer: nn.Module) -> str:
-    """Tell what in the modules of `layer` keeps its MLP whole."""
+    """Tell why the MLP of `layer` cannot be sliced, by its modules; empty: they allow it."""
     kind, mlps = type(layer).__name__, layers.ROLES["mlp"](layer)
     if len(mlps) != 1:
         return f"{kind} has {len(mlps) or 'no'} MLP{'s' * (len(mlps) > 1)} that it calls by a known name"
@@ -295,9 +295,9 @@ class _Look(TorchDispatchMode):
         self._name, self._mlp = layers.ROLES["mlp"](layer)[0]
         self._norms = {name: norm for name, norm in layers.ROLES["norm"](layer) if "." not in name}
         self._inside: list[str] = []  # the watched modules that run
-        self._given: dict[str, int] = {}  # the memory that each was given
-        self._made: dict[str, int] = {}  # and returned
-        self._readers: dict[int, set[str]] = {}  # of such memory
+        self._given: dict[str, int] = {}  # by module, the memory of its input
+        self._made: dict[str, int] = {}  # by module, the memory of its output
+        self._readers: dict[int, set[str]] = {}  # by memory, the modules that read it
         self._alive: list[Tensor] = []  # keeps an address from being used again
         self._saved_last = ""  # where autograd saved a tensor last
         self._calls, self._wrong = 0, ""
@@ -368,7 +368,7 @@ class _Look(TorchDispatchMode):
         return self._wrong
 
     def names(self) -> tuple[str, str, str]:
-        """Return the names of the MLP, and of the norms around it that alone read what passes between."""
+        """Return the names of the MLP and of the norms around it, if nothing else reads what passes between them."""
         given, made = self._given.get(self._name, 0), self._made.get(self._name, 0)
         before = [n for n in self._norms if self._made.get(n) == given and self._readers[given] <= {self._name}]
         after = [n for n in self._norms if self._given.get(n) == made and self._readers[made] <= {n}]

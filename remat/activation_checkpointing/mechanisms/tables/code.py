@@ -1,4 +1,4 @@
-"""Write the operations of a program as Python functions: a replay then looks nothing up and loops over nothing.
+"""Write the operations of a program as Python functions, so that a recomputation needs no look-ups and no loops.
 
 What is written for `silu(mm(x, w))`, where the product is seen through a view:
 
@@ -26,15 +26,15 @@ from remat.activation_checkpointing.mechanisms.tables.table import Maker, Progra
 
 
 def write_makers(program: Program, *, gathers: bool) -> dict[int, Maker]:
-    """Return for each value that is made again the function that makes it in a frame.
+    """Return for each value that is recomputed the function that makes it in a frame.
 
-    It makes what it lacks, too, and frees what nobody reads again. `gathers`: weights are there only while the modules
-    that own them run, so an operation that reads one is left to `Frame.make`.
+    The function makes missing inputs too, and frees values that have no reader left. `gathers`: weights are gathered
+    only while the modules that own them run, so an operation that reads one is left to `Frame.make`.
     """
     names: dict[str, Any] = {"leaves": tree_leaves}
     steps = list(dict.fromkeys(program.steps.values()))
     lines = [line for step in steps for line in _write(program, step, names, gathers=gathers)]
-    exec("\n".join(lines), names)  # numbers, and names that are made here
+    exec("\n".join(lines), names)  # the text has only numbers, and names that are made here
     return {value: names[_name(step)] for value, step in program.steps.items()}
 
 
@@ -101,7 +101,7 @@ def _spell(argument: Any) -> str:
 
 
 def _result(op: Op, place: int) -> str:
-    """Write what leaf `place` of the operation's result is."""
+    """Write the expression for leaf `place` of the operation's result."""
     kinds = [str(returned.type) for returned in op.func._schema.returns]
     if kinds == ["Tensor"]:
         return "result"

@@ -1,9 +1,9 @@
-"""Which values of a layer to keep: the least seconds of recomputation for a number of bytes.
+"""Choose which values of a layer to keep: the fewest seconds of recomputation for a number of bytes.
 
 For a price per byte the best choice is a minimum cut (Ford and Fulkerson 1956; as in project selection, Picard 1976):
-an operation that runs again costs its time, a value that is held while its operation does not run again costs its
-bytes, and whoever runs again needs its inputs. Cuts at the right prices give every corner of the frontier of time over
-bytes. All capacities are integers, so every rank and machine finds the same cut.
+an operation that runs again costs its time and needs its inputs, and a value that is held while its operation does not
+run again costs its bytes. Cuts at the right prices give every corner of the convex frontier of time over bytes. All
+capacities are integers, so every rank and machine finds the same cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PREFER_BYTES = 10**30  # a price that no time outweighs
 class Point:
     """A choice for one layer: the values it keeps by number, of which it moves `move` to the host.
 
-    `bytes` are those on the device, `cost` is of what runs again and of the link.
+    `bytes` are those on the device, `cost` is that of the operations that run again and of the link.
     """
 
     keep: frozenset[int]
@@ -82,7 +82,7 @@ def cut(
 
 
 def least(graph: Graph, held: frozenset[int] = frozenset()) -> Point:
-    """Return the choice with the fewest bytes beside those `held`."""
+    """Return the choice with the fewest bytes besides those of `held`."""
     return cut(graph, [op.flops + op.moved_bytes for op in graph.ops], byte_price=PREFER_BYTES, held=held)
 
 

@@ -1,10 +1,10 @@
-"""One call of a layer, written down: its operations, the memory they make, and what autograd saves of it.
+"""Record one call of a layer: its operations, the memory they make, and what autograd saves.
 
 A *value* is one storage in one state: a write in place makes the next value. Views are no operations. A tensor is a
 value with dtype, size, stride and offset, so that a replay needs no view either. Weights are leaves, found by their
 storage: what ZeRO-3 does to gather them is dead code here.
 
-Works on real tensors and on meta tensors, and holds no tensor.
+A call can be recorded on real tensors and on meta tensors. A graph holds no tensor.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from remat.activation_checkpointing.mechanisms import operators
 from remat.model.flops import flop_formula
 
-# Where a running layer can lay hands on a value: ("save", n), ("in" or "out", module, call, leaf).
+# Where a value can be taken while a layer runs: ("save", n), ("in" or "out", module, call, leaf).
 Tap = tuple[Any, ...]
-VIEWS = {"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0"}  # which one: whether a mode is active
+VIEWS = {"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0"}  # which one depends on active modes
 FIXED_RESULT = "bitsandbytes::"  # of a library whose operations draw no random numbers
 DATA_SIZED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -50,9 +50,9 @@ class Ref(NamedTuple):
 class Value:
     """One storage in one state. `kind`: op, arg, weight, or outside (neither made in the layer nor given to it).
 
-    `where`: the path of an argument, the place of a weight among `find_weights`. `free`: it lives anyway.
-    `canon`: as the operation returned it. `taps`: where it can be had, and how it is seen there. `differentiable`: a
-    gradient comes to it.
+    `where`: the path of an argument, the place of a weight among `find_weights`. `free`: it lives until backward in any
+    case. `canon`: its geometry as the operation returned it. `taps`: where it can be taken, and its geometry there.
+    `differentiable`: it gets a gradient.
     """
 
     id: int
@@ -74,7 +74,7 @@ class Value:
 
     @property
     def can_be_moved(self) -> bool:
-        """Return whether it need not be on the device until backward: what lives anyway would not be freed."""
+        """Return whether moving it would free device memory: a free value lives on the device in any case."""
         return self.can_be_kept and not self.free and self.nbytes > 0
 
 
@@ -110,7 +110,7 @@ class Op:
 
 @dataclass(eq=False)
 class Save:
-    """The n-th tensor that autograd saves. `maker`: the autograd node behind it. `dead`: on a branch of no use."""
+    """The n-th tensor that autograd saves. `maker`: the node that made it. `dead`: autograd dropped its branch."""
 
     ref: Ref
     maker: str
@@ -119,17 +119,17 @@ class Save:
 
 @dataclass(eq=False)
 class Graph:
-    """`owners`: the module that owns each parameter of the layer, by name; other weights are nobody's to gather."""
+    """`owners`: the name of the module that owns each parameter of the layer; other weights are never gathered."""
 
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     owners: list[str] = field(default_factory=list)
     outputs: set[int] = field(default_factory=set)
-    edited: set[int] = field(default_factory=set)  # weights that the layer writes to: buffers that count
+    edited: set[int] = field(default_factory=set)  # weights that the layer writes to, such as counting buffers
 
     def saved(self) -> list[int]:
-        """Return the values that backward needs and that do not live anyway."""
+        """Return the values that backward needs and that are not free."""
         found = dict.fromkeys(save.ref.value for save in self.saves if not save.dead)
         return [value for value in found if not self.values[value].free]
 
@@ -140,7 +140,7 @@ class Graph:
         return self.owners[weight] if weight < len(self.owners) else None
 
     def finish(self) -> None:
-        """Name what is alive (dead code, as gathers of weights, takes no part in the count), once saves are known."""
+        """Name the values of live operations, once saves are known. Dead code (gathers of weights) does not count."""
         for op in self.ops:
             if not op.fixed and self.edited.intersection(op.ins):
                 op.fixed = "it reads what the layer changes"
@@ -168,7 +168,7 @@ class Graph:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes one call of `layer` with arguments `given` (path, tensor) into `graph`."""
+    """Records one call of `layer` with arguments `given` (path, tensor) in `graph`."""
 
     supports_higher_order_operators = True
 
@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
         self._weights = find_weights(layer)
         owner = {id(p): name for name, m in layer.named_modules() for p in m.parameters(recurse=False)}
         self.graph.owners = [owner[id(p)] for p in layer.parameters()]
-        self._now: dict[int, int] = {}  # storage: its value now
+        self._now: dict[int, int] = {}  # storage: its present value
         self._alive: list[StorageWeakRef] = []  # keep the addresses of freed storages from being given away
         self._start: dict[int, int] = {}  # of leaves: storage offset of the tensor
         self._weight_values: dict[int, int] = {}
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
     ) -> str:
         """Tell why an operation cannot run again with the same result; empty: it can."""
         name, tags = described.name, getattr(op.func, "tags", ())
-        # tagged for masks; positions give a size that is known
+        # indexing is tagged because of masks; positions give a known size
         indexed = op.func is torch.ops.aten.index.Tensor and not any(
             leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves[1:] if isinstance(leaf, torch.Tensor)
         )
@@ -355,7 +355,7 @@ class Recorder(TorchDispatchMode):
 
 
 def find_weights(layer: nn.Module) -> list[torch.Tensor]:
-    """Return what is there without the layer's call: parameters, then buffers and scales of quantised parameters."""
+    """Return the tensors that exist before a call: parameters, then buffers and scales of quantised parameters."""
     parameters = list(layer.parameters())
     states = [vars(state) for p in parameters if (state := getattr(p, "quant_state", None)) is not None]
     states += [vars(nested) for state in states if (nested := state.get("state2")) is not None]
@@ -393,7 +393,7 @@ def find_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[
 
 
 def _without_dropout(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an attention kernel drops nothing; all of them are tagged as random."""
+    """Return whether an attention kernel runs without dropout; all such kernels are tagged as random."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return False

@@ -1,8 +1,9 @@
-"""Which values of a layer to keep on the device, which on the host, which to make again, when a link can carry some.
+"""Choose which values of a layer to keep on the device, which to move over a link to the host, which to recompute.
 
-No minimum cut knows how much a link carries, so this is an integer program, solved exactly by HiGHS (Huangfu and Hall
-2018). Of each value: is it on the device, is it on the host; of each operation: does it run again. What backward needs
-is somewhere or is made, and what makes it finds its inputs. Host bytes beyond those that are free cost the link's time.
+A minimum cut cannot express how much a link carries, so this is an integer program, solved exactly by HiGHS (Huangfu
+and Hall 2018). Its variables say of each value whether it is on the device and whether it is on the host, and of each
+operation whether it runs again. What backward needs is kept or made, and so are the inputs of operations that run
+again. Host bytes beyond those that are free cost the link's time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy
 from remat.activation_checkpointing.mechanisms.tables.frontier import Point, corners
 from remat.activation_checkpointing.mechanisms.tables.graph import Graph
 
-UNITS = 1000.0  # that all that a layer can move is measured in
+UNITS = 1000.0  # into which the sum of all bytes that a layer can move is divided
 SLACK = 0.5  # of a limit: the solver's numbers are floats, sizes and costs are whole
 
 
@@ -34,7 +35,7 @@ class Link:
     cost_per_byte: float = 0.0
 
     def cost(self, move: Iterable[int]) -> int:
-        """Return the cost of moving these: that of the link, and a little for each, so that none moves in vain."""
+        """Return the cost of moving the values `move`: the link's, and 1 for each, so that none moves in vain."""
         sizes = [self.host_bytes[value] for value in move]
         return len(sizes) + round(max(0, sum(sizes) - self.free_bytes) * self.cost_per_byte)
 
@@ -83,7 +84,7 @@ class _Program:
         for (kind, number), place in self._column.items():
             self._bytes[place] = graph.values[number].nbytes if kind == "device" else 0
             self._cost[place] = {"device": 0, "host": 1, "op": costs[number] + 1 if kind == "op" else 0}[kind]
-        # bytes: the solver wants numbers of one size
+        # bytes in one unit: the solver needs numbers of similar size
         self._unit = max(1.0, sum(link.host_bytes.values()) / UNITS)
         self._cost[self._beyond] = link.cost_per_byte * self._unit
         self._solver = self._build()
@@ -124,7 +125,7 @@ class _Program:
         return solver
 
     def _found(self, value: int) -> dict[int, float]:
-        """Return the columns of which one at least must be 1 for a value to be there in backward."""
+        """Return the columns of which at least one must be 1 if `value` is needed in backward."""
         keys = ("device", value), ("host", value), ("op", self._graph.values[value].op)
         return {self._column[key]: 1.0 for key in keys if key in self._column}
 

@@ -1,7 +1,8 @@
-"""A table: which values of a layer are kept, and where, by name. `compile_table` makes of it what a layer's passes do.
+"""Define tables, which name the values of a layer to keep and where, and compile them into programs of a layer.
 
 Names say where a value is made ("mlp.act_fn: silu", "self_attn: attention [1]"), so that a table made on meta tensors
-holds for the real ones, and for other lengths. What a table leaves out and cannot be made again is kept all the same.
+holds for real ones, and for other lengths. Values that are not in a table and cannot be recomputed are kept all the
+same.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class Table:
     moved_bytes: int = 0
 
 
-Maker = Callable[[Any], None]  # fn(frame): makes a value there
+Maker = Callable[[Any], None]  # fn(frame): makes a value in the frame
 
 NOTHING = Table()  # keeps what cannot be made again
 
 
 class Fate(Enum):
-    """What becomes of a saved tensor: it stays, is a weight that is read again, is made again, or is moved."""
+    """What becomes of a saved tensor: it stays, is a weight that is read again, is recomputed, or is moved."""
 
     keep = "keep"
     weight = "weight"
@@ -48,9 +49,9 @@ class Fate(Enum):
 
 @dataclass(eq=False)
 class Entry:
-    """The n-th tensor that autograd saves. `slot`: where the frame has it as it is saved. `store`: a program needs it.
+    """The n-th tensor that autograd saves. `slot`: its place in the frame. `store`: the program reads it too.
 
-    `maker`: the autograd node behind it; None: another part of the model made it.
+    `maker`: the autograd node that made it; None: another part of the model made it.
     """
 
     fate: Fate
@@ -79,8 +80,8 @@ class Step:
 class Program:
     """One graph under one table. `kept`: values, of which `moved` are in host memory.
 
-    `uses`: how many readers each value has in backward. `taps`: (in or out, module) -> (call, leaf, value) of what
-    is taken where it passes. `arguments`: value -> path. `canon`: how each value is seen in the frame. `constants`:
+    `uses`: how many readers each value has in backward. `taps`: (in or out, module) -> (call, leaf, value) of values
+    taken there. `arguments`: value -> path. `canon`: the geometry of each value in the frame. `constants`:
     buffers and the like that operations read again. `slots`: the views of values that are read, numbered after the
     values; `views`: the reverse. `readers`: `uses` of each value. `seen`: the slots of each value, its own first.
     `rows`: moved value -> how many of its numbers share a scale in 8 bits. `moved_bytes`: what the host holds.
@@ -105,7 +106,7 @@ class Program:
     makers: dict[int, Maker] = field(default_factory=dict)  # written when a backward first needs them
 
     def slot(self, ref: Ref) -> int:
-        """Return where a frame has `ref`: where its value is, or a view of it; the same for all its readers."""
+        """Return the place of `ref` in a frame: that of its value, or of a view that all its readers share."""
         if self.graph.values[ref.value].kind != "weight" and _is_exact(self, ref):
             return ref.value
         if ref not in self.slots:
@@ -116,7 +117,7 @@ class Program:
 
     @property
     def places(self) -> int:
-        """Return how many places a frame has: for each value, and for each view of one that is read."""
+        """Return how many places a frame has: one for each value, and one for each view that is read."""
         return len(self.graph.values) + len(self.slots)
 
     @property
@@ -127,7 +128,7 @@ class Program:
 
 
 def choose_kept(graph: Graph, table: Table) -> frozenset[int]:
-    """Return the values that `table` keeps of `graph`, wherever, and what must be kept besides; nothing unread."""
+    """Return the values of `graph` that `table` keeps, anywhere, and those that must be kept; only what is read."""
     named = graph.named()
     held = frozenset(
         named[name]
@@ -192,7 +193,7 @@ def compile_table(graph: Graph, kept: frozenset[int], moved: frozenset[int] = fr
 
 
 def _operations(graph: Graph, kept: frozenset[int]) -> list[int]:
-    """Return the operations that run again, so that all that is saved and not kept is there."""
+    """Return the operations that must run again to make all that autograd saves and that is not kept."""
     todo, again = [value for value in graph.saved() if value not in kept], set[int]()
     while todo:
         value = graph.values[todo.pop()]
@@ -206,7 +207,7 @@ def _operations(graph: Graph, kept: frozenset[int]) -> list[int]:
 
 
 def _find_taps(program: Program) -> dict[int, int]:
-    """Decide where the frame gets each value it needs. Returns saved tensor -> value."""
+    """Decide where the frame takes each value that it needs. Returns number of a saved tensor -> value."""
     stores: dict[int, int] = {}
     for number in program.uses:
         value = program.graph.values[number]
@@ -236,7 +237,7 @@ def _is_exact(program: Program, ref: Ref) -> bool:
 
 
 def sign(value: Any) -> Any:
-    """Return what a graph depends on, of the arguments of a layer: sizes and plain values."""
+    """Return what the graph of a call depends on in its arguments: types and geometry of tensors, plain values."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.stride(), value.requires_grad
     if isinstance(value, (tuple, list)):
