@@ -1,4 +1,4 @@
-"""Apply a policy: put the decision for each decoder layer in place on the model. Only this file changes the model.
+"""Apply a policy: carry out the decision for each decoder layer on the model. Only this file changes the model.
 
 The hook point is transformers' `GradientCheckpointingLayer`: two attributes per layer, no patch of a class. It
 checkpoints `forward` inside the module's hooks, so ZeRO-3 gathers a layer's weights before its recomputation.
@@ -42,7 +42,7 @@ from remat.model.layers import Stacks, find_stacks
 
 @dataclass
 class Applied:
-    """A policy in place, and what each layer has done since the last `reset`. `remove()` leaves the model as it was."""
+    """An applied policy, and what each layer has done since the last `reset`. `remove()` restores the model."""
 
     decisions: Sequence[LayerDecision] = ()
     model: nn.Module | None = None
@@ -124,10 +124,10 @@ def apply(
     compiled: CompiledLayers | None = None,
     allocators: Allocators = TORCH_DEFAULT,
 ) -> Applied:
-    """Put `decisions` (one per decoder layer; none at all: nothing is touched) in place.
+    """Apply `decisions` to `model`: one per decoder layer, or none at all, which changes nothing.
 
-    `device` is where the model computes, `tensor_parallel` the group object DeepSpeed's partitioning wants, `compiled`
-    what compiles the layers, where that is asked for, `allocators` how torch rounds page-locked memory.
+    `device` is where the model computes, `tensor_parallel` the group object that DeepSpeed's partitioning takes,
+    `compiled` the compiler of layers, if that is asked for, `allocators` how torch rounds page-locked memory.
     Raises ConfigError when the model lacks a part that the policy needs.
     """
     if not decisions:
@@ -181,7 +181,7 @@ def _refuse_shared_weights(
 
 
 def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> LayerForward:
-    """Make the callable of one layer: the treatment of saved tensors around, the policy's mechanism inside."""
+    """Return the callable that runs one layer: the policy's mechanism inside, the treatment of saved tensors around."""
     decision, counts, scope, host = setup.decisions[index], setup.counts[index], setup.scope, applied.offload
     offload = host.layer(index, counts) if host and decision.offload else None
     site = Site(index, layer, setup, offload)
@@ -218,7 +218,7 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
         counts.forwards += 1
         layer_forward = applied.compiled.take(layer_forward) if applied.compiled else layer_forward
         recorder = applied.recorder
-        if runs_once and recorder is None and args:  # nothing but the table is to be kept up
+        if runs_once and recorder is None and args:  # the layer never runs again, so no call needs to be kept
             with scope.inside(index), saved.hooks():
                 return follow(mechanism(layer_forward, *args))
         call, args = Replayable(layer_forward, around).put_state_first(args)

@@ -1,8 +1,8 @@
-"""compile=layers: run each decoder layer as torch.compile makes it, as one graph that equal layers share.
+"""Compile each decoder layer by torch.compile (compile=layers), as one graph that equal layers share.
 
-Compiled is the layer's own forward; the policy and ZeRO-3's hooks act around it. The hooks then gather a layer whole
-(DeepSpeed's leaf modules), because a graph cannot wait for its weights part by part. In micro-batches that are traced
-operation by operation, for the proof, layers run without the compiled graph.
+Only the layer's own forward is compiled; the policy and ZeRO-3's hooks act around it. The hooks then gather a layer
+whole (DeepSpeed's leaf modules), because a graph cannot wait for its weights part by part. In micro-batches that are
+traced operation by operation, for the proof, layers run without the compiled graph.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import nn
 
 from remat.config.options import ConfigError
 
-# Dropout draws the numbers that it draws without compilation.
+# With this, dropout draws the same numbers as without compilation.
 OPTIONS: dict[str, Any] = {"fallback_random": True}
 
 
 class CompiledLayers:
-    """Compiles what layers compute when they are first called, a graph for all layers of one class.
+    """Compiles layers when they are first called, one graph for all layers of a class.
 
-    `seconds`: spent in the compiler, on this rank. `graphs`: that it made, one for each shape and kind of layer.
+    `seconds`: spent in the compiler, on this rank. `graphs`: number that it made, one for each shape and kind of layer.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class CompiledLayers:
         return run
 
     def news(self) -> str:
-        """Return what the compiler cost since the last call, in words; empty where it made nothing."""
+        """Return in words what the compiler cost since the last call; empty if it made nothing."""
         graphs, seconds = self.graphs - self._told[0], self.seconds - self._told[1]
         self._told = self.graphs, self.seconds
         if not graphs:

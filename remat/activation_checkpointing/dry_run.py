@@ -1,7 +1,7 @@
 """Try the decisions in one forward of the model without storage.
 
 This shows what a mechanism cannot handle, and entries of an operation list that never run. The checks are those of the
-run itself (`apply`). What depends on values (random skips) is left to the first micro-batch.
+run itself (`apply`). What depends on values (layers skipped at random) is left to the first micro-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from remat.config.options import CheckpointingConfig, ConfigError
 Around = Callable[[], AbstractContextManager[Any]]
 TOKENS = 8
 META = torch.device("meta")
-# By model without storage and layers: what of each is sliced. A search for settings asks for it hundreds of times.
+# What is sliced in each layer, by model without storage and layers: a search for settings asks hundreds of times.
 LOOKED_AT: WeakKeyDictionary[Any, dict[tuple[int, ...], list[Tiling | None]]] = WeakKeyDictionary()
 REMEDY = "use checkpointing=full checkpointing.reentrant=false"
 
@@ -40,8 +40,8 @@ def choose(
 ) -> tuple[list[LayerDecision], str]:
     """Decide for each layer of `model` (on the meta device). Returns also why the decisions are not the usual ones.
 
-    `stacks`: how many layers each of its stacks has; `around` is entered around a forward, to answer what a model asks
-    of values that it has not. Without a GPU it tells which operations a CPU runs.
+    `stacks`: how many layers each of its stacks has. `around` is entered around a forward, to answer questions of the
+    model about values, which meta tensors lack. `has_gpu` false: check the operations that a CPU runs.
 
     Segments under ZeRO-3 are reentrant unless the options say otherwise or the reentrant variant cannot handle this
     model. Raises ConfigError when the model cannot run as asked.
@@ -70,7 +70,7 @@ def choose(
 
 
 def _find_tilings(model: Any, decisions: list[LayerDecision], around: Around) -> list[LayerDecision]:
-    """Return `decisions` with what of each layer is sliced. A model is looked at once. Raises ConfigError."""
+    """Return `decisions` with the modules to slice in each layer, found once for each model. Raises ConfigError."""
     wanted = tuple(index for index, decision in enumerate(decisions) if decision.tiling is not None)
     known = LOOKED_AT.setdefault(model, {})
     if wanted not in known:
@@ -135,7 +135,7 @@ def _problem(
 
 
 def _runs(model: Any, around: Around) -> bool:
-    """Return whether the model runs without storage when nothing is done to it."""
+    """Return whether the model runs without storage when no policy is applied."""
     try:
         with around():
             model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)

@@ -1,7 +1,7 @@
 """Trace a forward and backward op by op: bytes each layer keeps, FLOPs by phase, bytes that ZeRO-3 gathers.
 
-What is counted is what happened, whatever a policy promised: a storage that was made in a layer and still lives
-when the forward is over is kept, be it by autograd, by a policy, or by mistake. Works on CPU, CUDA and meta tensors.
+It counts what happened, whatever a policy promised: a storage that was made in a layer and still lives when the
+forward is over is kept, by autograd, by a policy, or by mistake. Works on CPU, CUDA and meta tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.model.flops import dequantised_bytes, flop_formula, operands
 from remat.model.layers import ROLES
 
-DEEPEST = 4  # containers of the model's own classes, one inside another
+DEEPEST = 4  # nested containers of the model's own classes that are searched
 GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
 OUTSIDE = -1  # embeddings, the output layer, the loss
 Phase = str  # "forward", "recompute", "backward"
@@ -38,7 +38,7 @@ class OpTracer(TorchDispatchMode):
 
     `device` is where computation happens; host buffers of an offload engine are elsewhere, or, on a CPU, named by
     `ignored` (a function that returns the storages to leave out). `weights` yields the model's parameters, `layers`
-    are those that a policy treats, in the order of their indices. What `offload` moved must have left the device.
+    are those that a policy treats, in the order of their indices. `offload` tells what should have left the device.
     """
 
     supports_higher_order_operators = True
@@ -60,14 +60,10 @@ class OpTracer(TorchDispatchMode):
         super().__init__()
         self.calls = Calls(layers)
         self.kept_bytes: dict[int, int] = {}  # per layer, at the end of forward
-        self.pinned_weight_bytes: dict[
-            int, int
-        ] = {}  # gathered weights that autograd did not let go, same moment
-        self.shared_bytes: dict[int, int] = {}  # of the kept ones, what other layers were given as an argument
+        self.pinned_weight_bytes: dict[int, int] = {}  # gathered weights that autograd still holds, same moment
+        self.shared_bytes: dict[int, int] = {}  # part of the kept bytes that other layers got as an argument
         self.region_bytes: dict[int, int] = {}  # made in parts of a layer that are recomputed
-        self.region_kept_bytes: dict[
-            int, int
-        ] = {}  # and still there, though nothing but the part's result should be
+        self.region_kept_bytes: dict[int, int] = {}  # of these, kept although only the part's result should be
         self.moved_hidden_bytes: dict[
             int, int
         ] = {}  # hidden states that were moved and did not leave the device
@@ -92,8 +88,8 @@ class OpTracer(TorchDispatchMode):
         self._gathered: set[int] = set()
         self._in_region: set[int] = set()
         self._mlp_run, self._mlp_layer = 0, OUTSIDE  # the last one
-        self._in_mlp: dict[int, int] = {}  # what lives of what it made: where it stands in the next
-        self._mlp_bytes: list[int] = []  # that it made, and let go of, in order
+        self._in_mlp: dict[int, int] = {}  # its storages that live: index in `_mlp_bytes`
+        self._mlp_bytes: list[int] = []  # that it allocated, and freed (negative), in order
         self._hooks = ExitStack()
 
     def __enter__(self) -> Any:
@@ -127,7 +123,7 @@ class OpTracer(TorchDispatchMode):
         return result
 
     def forward_done(self) -> None:
-        """Take the kept bytes of every layer: call it between forward and backward."""
+        """Count the kept bytes of every layer. Call it between forward and backward."""
         self._backward = True
         left_out = {storage._cdata for storage in self._ignored()}
         left_out |= {weight.untyped_storage()._cdata for weight in self._weights()}
@@ -151,9 +147,9 @@ class OpTracer(TorchDispatchMode):
         self.shared_bytes, self.region_kept_bytes = dict(shared), dict(in_region)
 
     def _count_moved(self, offload: HostOffload) -> None:
-        """Count what was moved to the host and is on the device all the same, without need."""
+        """Count what was moved to the host and is still on the device, without need."""
         if any(offload.still_on_device()):
-            gc.collect()  # a model's reference cycle holds a tensor until Python comes to it
+            gc.collect()  # a reference cycle of the model holds a tensor until it is collected
         for layer, storage, nbytes in offload.still_on_device():
             if self.calls.must_stay(storage, offload.moving()):
                 continue
@@ -219,7 +215,7 @@ class OpTracer(TorchDispatchMode):
         self._mlp_bytes.clear()
 
     def _is_gathered(self, key: int) -> None:
-        """Note a weight: it is nothing that an MLP made."""
+        """Note that a storage holds a gathered weight, which no MLP made."""
         self._gathered.add(key)
         if (place := self._in_mlp.pop(key, None)) is not None:
             self._mlp_bytes[place] = 0
@@ -245,7 +241,7 @@ class OpTracer(TorchDispatchMode):
                 self.gathered_bytes[self._phase()] += tensor.nbytes
                 self._is_gathered(tensor.untyped_storage()._cdata)
         elif func is torch.ops.aten.cat.default and self._are_gathered(args[0]):
-            # ZeRO-3 puts a weight together from what its bucket gathered from each rank.
+            # ZeRO-3 concatenates a weight from the parts that its bucket gathered from each rank.
             self._is_gathered(result.untyped_storage()._cdata)
 
     def _are_gathered(self, tensors: list[torch.Tensor]) -> bool:
@@ -256,7 +252,7 @@ class OpTracer(TorchDispatchMode):
 class Choices:
     """What the routers of a layer chose: positions that `operators.CHOICES` return.
 
-    `made_again` counts those of a recomputation, `changed` those of them that are none of the forward's.
+    `made_again` counts the choices of recomputations, `changed` those of them that differ from all of the forward's.
     """
 
     made: list[bytes] = field(default_factory=list)
@@ -274,9 +270,9 @@ class Choices:
 
 
 class Calls:
-    """Which layers a model calls, and which memory it hands to them and takes from them.
+    """Which layers a model calls, which memory it passes to them, and which they return.
 
-    Counts while it is entered, by hooks on modules, none of which is left behind."""
+    It counts while it is entered, by hooks on modules that it removes at the end."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = layers
@@ -301,7 +297,7 @@ class Calls:
         self._hooks.close()
 
     def is_shared(self, storage: int, layer: int) -> bool:
-        """Return whether another layer was given this memory beside its hidden state: shared K/V, for one."""
+        """Return whether another layer got this memory as an argument besides its hidden state, such as shared K/V."""
         return bool(self._beside.get(storage, set()) - {layer})
 
     def is_hidden_state(self, storage: int) -> bool:
@@ -310,7 +306,7 @@ class Calls:
     def must_stay(self, storage: int, moving: set[int]) -> bool:
         """Return whether the model itself needs this memory once all that the layers `moving` keep has been moved.
 
-        That is the case for what it gives to a layer that moves nothing, for what it gives to layers beside their
+        That is the case for what it passes to a layer that moves nothing, for what it passes to layers besides their
         hidden state, and for the output of the last layer.
         """
         given = self._hidden.get(storage, set())

@@ -1,4 +1,4 @@
-"""Decide what becomes of each layer: one row per policy, which mechanism it uses and on which layers."""
+"""Decide how each layer is treated: one row per policy, which mechanism it uses and on which layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecis
 from remat.config.options import CheckpointingConfig, ConfigError, Policy
 
 Part = tuple[int, int, bool]  # first and last layer of one call, and whether the mechanism treats them
-# of the layers `first` to `last`; the depth of each stack tells where segments must end
+# fn(cfg, first, last, stacks) -> parts of the layers `first` to `last`; segments end where a stack does
 ChooseLayers = Callable[[CheckpointingConfig, int, int, Sequence[int]], Iterator[Part]]
 
 
@@ -71,7 +71,7 @@ RULES = {
 }
 
 
-SLICEABLE = (recompute.MECHANISM, selective_ops.MECHANISM)  # they end a layer's recomputation at its MLP
+SLICEABLE = (recompute.MECHANISM, selective_ops.MECHANISM)  # the recomputation of a layer can end at its MLP
 
 
 def decide_layers(
@@ -84,8 +84,8 @@ def decide_layers(
 ) -> list[LayerDecision]:
     """Decide for each of `num_layers` layers, first to last.
 
-    `stacks`: how many of them each stack of the model has, where there are several: no segment crosses from one into
-    the next. `reentrant_segments`: what is chosen for segments under ZeRO-3 where `cfg` leaves it open. Raises
+    `stacks`: the number of layers of each stack of the model, if it has several: no segment crosses from one into
+    the next. `reentrant_segments`: whether segments under ZeRO-3 are reentrant if `cfg` leaves it open. Raises
     ConfigError for layer ranges that do not fit the model.
     """
     found = range_problems(cfg, num_layers)
@@ -146,7 +146,7 @@ def sqrt_segment(num_layers: int) -> int:
 
 
 def period(cfg: CheckpointingConfig, num_layers: int) -> int:
-    """Return after how many layers the policy begins again. `block` differs only in its first ones."""
+    """Return the number of layers after which the policy repeats. `block` treats only its first layers differently."""
     if cfg.policy is Policy.sqrt:
         return max(1, sqrt_segment(num_layers))
     option = RULES[cfg.policy].layers_option
@@ -154,7 +154,7 @@ def period(cfg: CheckpointingConfig, num_layers: int) -> int:
 
 
 def size_problems(cfg: CheckpointingConfig, num_layers: int, stacks: Sequence[int]) -> list[str]:
-    """Tell which numbers of layers in the options exceed the model; a segment lies within one of its `stacks`."""
+    """Tell which numbers of layers in the options exceed the model; a segment must lie within one of its `stacks`."""
     longest = max(stacks, default=num_layers)
     found = []
     for policy in sorted(policies(cfg), key=list(Policy).index):
@@ -231,7 +231,7 @@ def _range(key: object) -> tuple[int, int] | None:
 
 
 def _runs(cfg: CheckpointingConfig, num_layers: int) -> Iterator[tuple[object, int, int]]:
-    """Yield consecutive layers that one range, or the default (None), decides over."""
+    """Yield (range, first, last) of consecutive layers that one range of the options, or none (None), decides."""
     owner: list[object] = [None] * num_layers
     for key in cfg.layers:
         first, last = _range(key) or (0, -1)

@@ -13,11 +13,11 @@ from remat.activation_checkpointing.mechanisms.mechanism import KEEP, Mechanism,
 from remat.activation_checkpointing.mechanisms.recompute import NO_LAYERDROP, describe_layerdrop
 from remat.config.options import CheckpointingConfig, ConfigError
 
-RANDOM_FIELDS = ("drop", "jitter_noise")  # of a transformers config: what draws random numbers in a layer
+RANDOM_FIELDS = ("drop", "jitter_noise")  # in names of fields of a transformers config that make layers random
 
 
 def problems(cfg: CheckpointingConfig, layers: Sequence[nn.Module], setting: Setting) -> list[str]:
-    """Tell why `cfg` cannot work on a model with these decoder layers (of any device, also meta)."""
+    """Tell why `cfg` cannot work on a model with these decoder layers, which may be on any device, also meta."""
     found = policy.range_problems(cfg, len(layers))
     fitting = replace(cfg, layers={}) if found else cfg
     decisions = policy.decide_layers(fitting, len(layers), stacks=setting.stacks)
@@ -45,7 +45,7 @@ def skipped_layers(layerdrop: str, *, world_size: int) -> list[str]:
 
 
 def missing_parts(layer: nn.Module, cfg: CheckpointingConfig, mechanism: Mechanism) -> list[str]:
-    """Tell what `layer` lacks of what `mechanism` needs. No weight is read; each text names option and remedy."""
+    """Tell which parts that `mechanism` needs `layer` lacks. No weight is read; each text names option and remedy."""
     found = []
     for need in mechanism.needs(cfg):
         try:
@@ -58,7 +58,7 @@ def missing_parts(layer: nn.Module, cfg: CheckpointingConfig, mechanism: Mechani
 def _missing(
     cfg: CheckpointingConfig, decisions: Sequence[policy.LayerDecision], layers: Sequence[nn.Module]
 ) -> list[str]:
-    """Ask each layer for what its own policy needs: layers of one model may differ (dense and sparse ones)."""
+    """Check each layer for what its own policy needs: layers of one model may differ (dense and sparse ones)."""
     by_text: dict[str, list[int]] = {}
     for index, (decision, layer) in enumerate(zip(decisions, layers, strict=True)):
         for text in missing_parts(layer, cfg, decision.mechanism):

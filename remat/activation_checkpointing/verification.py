@@ -1,4 +1,4 @@
-"""Hold what the first step showed of each layer against what its policy promised."""
+"""Compare what the first step showed of each layer with what its policy promised."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def unmet_expectations(
 
     `full` false: its micro-batches were smaller than the largest that there can be.
 
-    A layer that the model skipped in this step (layerdrop, say) promises nothing in it; one that ran around its hook
+    A layer that the model skipped in this step (layerdrop, say) promises nothing in it; one that ran without its hook
     does.
     """
     if not applied.decisions:
@@ -154,7 +154,7 @@ def _idle(applied: Applied) -> list[int]:
 
 
 def _check_recomputations(layers: Observed) -> list[str]:
-    """Check that each region ran again once for each of its forwards that backward came to."""
+    """Check that each region ran again once for each of its forwards that backward reached."""
 
     def empty(layer: ObservedLayer) -> int:
         """Count calls with nothing to recompute. A layer that keeps more than its output has something."""
@@ -189,9 +189,9 @@ def _why(layers: Observed, wrong: list[int]) -> str:
 
 
 def _check_kept_bytes(layers: Observed) -> list[str]:
-    """Check that a layer that is recomputed whole keeps its output and nothing else of size.
+    """Check that a layer that is recomputed whole keeps its output and nothing else of considerable size.
 
-    What the model hands from it to other layers (shared K/V) is theirs, not what the policy keeps of it.
+    What the model passes from it to other layers (shared K/V) counts as theirs, not as kept by its policy.
     """
     wrong = [
         index

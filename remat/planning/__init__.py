@@ -1,4 +1,4 @@
-"""Plan a run before it starts: what it needs, whether it fits, where every byte is, and how long a step takes.
+"""Plan a run before it starts: the memory it needs, whether it fits, where every byte is, and how long a step takes.
 
 May import `activation_checkpointing`, `parallel`, `model`, `saving`, `machine` and `config`. Start with
 `strategy.py` (options resolved against a model), then `plan.py`. `preflight.py` and `launch_plan.py` compare a

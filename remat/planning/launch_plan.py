@@ -1,7 +1,7 @@
-"""Plan a launch on rank 0 for the machine that is really there, before any weight is read.
+"""Plan a launch on rank 0 for the machine it runs on, before any weight is read.
 
-A run whose plan does not fit is refused. A model that cannot be planned is trained without a plan; then the memory
-of its model states alone is compared with the machine.
+A run whose plan does not fit is refused. A model that cannot be planned is trained without a plan; then only the memory
+of its model states is compared with the machine.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LaunchPlan:
     folder: Path | None = None  # the run directory, once it is known
 
     def record(self) -> dict[str, Any]:
-        """Return the content of plan.json: the output of `remat plan --json`, and what the ledger needs besides."""
+        """Return the content of plan.json: the output of `remat plan --json`, and more that the ledger needs."""
         return {
             "planned": None if self.planned is None else _as_record(self.planned),
             "reason": self.reason,
@@ -169,8 +169,8 @@ def choose_settings(
 ) -> list[str] | None:
     """Return the overrides that strategy=auto adds to `words`, found by rank 0. Collective.
 
-    A resume takes those of the run that it resumes. None where this machine's speed is not known: the settings of the
-    recipe stay. Raises DoesNotFit on every rank where nothing fits.
+    A resume takes those of the run that it resumes. None: this machine's speed is not known, and the settings of the
+    recipe stay. Raises DoesNotFit on every rank if nothing fits.
     """
     mine = _this_node(cfg, world, writes_nvme=False)
     machine = node.smallest(distributed.gather(mine))
@@ -189,7 +189,7 @@ def choose_settings(
 
 
 def _choose(cfg: RunConfig, here: RunConfig, args: Sequence[str]) -> tuple[list[str] | None, str, None]:
-    """Return the overrides, and where they are from; None and the reason where none can be chosen."""
+    """Return the overrides and where they come from; None and the reason if none can be chosen."""
     if before := _chosen_before(cfg):
         overrides = json.loads(before.read_text())
         return overrides, f"{_told(overrides)}, as {before} has it", None
@@ -212,7 +212,7 @@ def _chosen_before(cfg: RunConfig) -> Path | None:
 
 
 def _this_node(cfg: RunConfig, world: World, *, writes_nvme: bool) -> Machine:
-    """Return the resources of the node of this rank; what the launch will free of its NVMe counts as free."""
+    """Return the resources of the node of this rank. NVMe space that the launch will free counts as free."""
     machine = node.found(
         local_size=world.local_size,
         output_dir=cfg.output_dir,
@@ -226,7 +226,7 @@ def _this_node(cfg: RunConfig, world: World, *, writes_nvme: bool) -> Machine:
 
 
 def _runs_to_resume(cfg: RunConfig) -> list[Path]:
-    """Return the run directories of which a resume continues one."""
+    """Return the run directories, one of which a resume continues."""
     if cfg.resume == "none":
         return []
     if cfg.resume not in NOT_FOLDERS:
@@ -269,7 +269,7 @@ def _data_ranks(cfg: RunConfig, world: World) -> int:
 
 
 def bytes_of_phases(cfg: RunConfig, strategy: Strategy) -> dict[str, int]:
-    """Return what all ranks together write or read in the phases of the watchdog that move training states."""
+    """Return the bytes that all ranks together write or read in each phase of the watchdog that moves states."""
     width = hf_model.DTYPES[cfg.train.precision].itemsize
     saved = preflight.saved_state_bytes(strategy.num_saved_params, strategy.ds)
     model = strategy.facts.num_params * width
@@ -327,7 +327,7 @@ def _planned(
 
 
 def _fields_to_send(planned: Planned | None) -> dict[str, Any] | None:
-    """Return what other ranks need of a plan: no operations, which are many, and no strategy, which each decides."""
+    """Return the fields of a plan for other ranks, without operations (too many) and strategy (each decides it)."""
     if planned is None:
         return None
     found = {field.name: getattr(planned, field.name) for field in fields(planned) if field.name != "strategy"}
@@ -345,7 +345,7 @@ def _as_record(planned: Planned) -> dict[str, Any]:
 
 
 def _hardware(cfg: HardwareConfig, world: World) -> HardwareConfig:
-    """Return the machine that is there. Links and rates come from the recipe if it names the same GPU."""
+    """Return the machine of this launch. Links and rates come from the recipe if it names the same GPU."""
     gpu = torch.cuda.get_device_name() if world.device.type == "cuda" else None
     kind = gpus.find_gpu(gpu) if gpu else None
     named = gpus.find_gpu(cfg.gpu) if cfg.gpu else None
@@ -360,7 +360,7 @@ def _hardware(cfg: HardwareConfig, world: World) -> HardwareConfig:
 
 
 def _host_bytes(machine: Machine) -> int:
-    """Return the host memory that the ranks of a node can use in all: what is free, and what they already have."""
+    """Return the host memory that the ranks of a node can use: what is free, and what they already hold."""
     return machine.host_available_bytes + machine.local_size * machine.resident_bytes
 
 
@@ -375,7 +375,7 @@ def _memory_rows(planned: Planned | None, needs: Needs, machine: Machine) -> lis
 
 
 def _refused_above(resource: Resource) -> int:
-    """Return the bytes that the machine must have: a run that is tight may start, and is told so."""
+    """Return the bytes below which a run is refused: a tight run may start, with a warning."""
     if resource.verdict is Verdict.tight and resource.least_bytes is not None:
         return resource.least_bytes
     return resource.needed_bytes
@@ -393,7 +393,7 @@ def _refusal(lines: Sequence[Row], plan: LaunchPlan) -> str | None:
 
 
 def _command(words: Sequence[str], machine: Machine, world: World) -> list[str]:
-    """Return the `remat plan` command for this run on the machine that is there."""
+    """Return the `remat plan` command for this run on the machine of this launch."""
     found = [
         f"hardware.gpus_per_node={world.local_size}",
         f"hardware.num_nodes={max(1, world.size // world.local_size)}",
@@ -410,8 +410,8 @@ def _command(words: Sequence[str], machine: Machine, world: World) -> list[str]:
 def examine_for(cfg: RunConfig, ranks: int, say: Callable[[str], None]) -> tuple[list[Finding], str]:
     """Check whether this machine can hold this run with `ranks` ranks here. Reads no weight.
 
-    Builds and runs the ops that the run needs. Returns the findings and a table of needed and found. `ranks` 0:
-    one for each GPU that is here, else as many as the recipe's machine has.
+    Builds and runs the ops that the run needs. Returns the findings and a table of needed and found bytes. `ranks` 0:
+    one for each GPU of this machine; without a GPU, as many as the recipe's machine has.
     """
     has_gpu = torch.cuda.is_available()
     local = ranks or (torch.cuda.device_count() if has_gpu else cfg.hardware.gpus_per_node or 1)

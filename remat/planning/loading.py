@@ -1,7 +1,7 @@
-"""Plan how a run reads its weights: which rank reads how much, in what time, and how much memory it needs for that.
+"""Plan how a run reads its weights: which rank reads how much, in what time, and how much memory that needs.
 
-At ZeRO-3 ranks read their own slices, or their rows of each matrix where it is quantised (peft=qlora). Below it every
-rank reads the whole model, and ZeRO-1 and 2 then copy what is trained into one flat buffer.
+At ZeRO-3 ranks read their own slices, or their rows of each matrix that is quantised (peft=qlora). Below ZeRO-3 every
+rank reads the whole model, and ZeRO-1 and 2 then copy the trained weights into one flat buffer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ ASSUMED_WIDTH = 2  # bytes of a value in files that are not here to look at
 class Loading:
     """How weights are read, and what that takes at best. Bytes are of the rank that reads or holds the most.
 
-    `because` says why `way` is not own_slices. `time_s` is for reading alone, from the disks of a node; None where
-    their rate is not known. The peaks count beyond what a process holds before it loads, and up to where the engine has
-    its 16-bit weights.
+    `because` says why `way` is not own_slices. `time_s` is for reading alone, from the disks of a node; None if their
+    rate is not known. The peaks do not include what a process holds before it loads. They last until the engine has its
+    16-bit weights.
     """
 
     way: ModelLoad
@@ -45,9 +45,9 @@ class Loading:
     host_peak_bytes: int
     gpu_peak_bytes: int
     time_s: float | None
-    files_seen: bool  # else they are taken to hold 16 bits a value, and to be of a kind that can be sliced
+    files_seen: bool  # else files are assumed to hold 16 bits a value, in a format that can be sliced
     reading_host_bytes: int  # of host_peak_bytes, while weights are read
-    flat_bytes: int = 0  # the buffer of ZeRO-1 and 2 that what is trained is copied into
+    flat_bytes: int = 0  # of the buffer into which ZeRO-1 and 2 copy trained weights
     disk_bytes: int = 0  # that the disks of a node read
 
     def record(self) -> dict[str, Any]:
@@ -74,9 +74,9 @@ class Loading:
 
 
 def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: bool) -> Loading | None:
-    """Return how the pretrained weights of a run are read; None where none are.
+    """Return how the pretrained weights of a run are read; None if it reads none.
 
-    Reads the headers of the files where model.path is a folder. A plan is made also where files are missing or cut off.
+    Reads the headers of the files if model.path is a folder. A plan is made even if files are missing or cut off.
     """
     if cfg.model.init is not ModelInit.pretrained:
         return None
@@ -119,10 +119,10 @@ def plan_loading(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: 
 
 
 def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: bool) -> Loading:
-    """Return how every rank reads the whole model, and copies what is trained into the flat buffer of ZeRO-1 and 2.
+    """Return how every rank reads the whole model, and copies trained weights into the flat buffer of ZeRO-1 and 2.
 
-    The copy is made on the host where the GPU has no room for the buffer beside the model. A rank moves one weight
-    after another to its GPU, except where ranks share layers or have stages: then its part is cut out on the host.
+    The copy is made on the host if the GPU has no room for the buffer beside the model. A rank moves one weight
+    after another to its GPU; but if ranks share layers or have stages, its part is cut out on the host.
     """
     skeleton = plain_model(cfg)
     layout, _ = _layout(cfg, decided, skeleton)
@@ -152,7 +152,7 @@ def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: b
         read_bytes_of_all=read,
         host_peak_bytes=host,
         gpu_peak_bytes=gpu,
-        time_s=_time_s(cfg, read),  # from the disk once: the others find it in memory
+        time_s=_time_s(cfg, read),  # one rank reads from the disk: the others find the pages in memory
         files_seen=layout is not None,
         reading_host_bytes=reading,
         flat_bytes=flat,
@@ -161,7 +161,7 @@ def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: b
 
 
 def _held_bytes(decided: Strategy, world_size: int) -> int:
-    """Return the weights that a rank holds below ZeRO-3, in the bits that it trains with."""
+    """Return the bytes of the weights that a rank holds below ZeRO-3, in the widths that it trains with."""
     items = decided.model_states(data_ranks=world_size, ranks_per_node=1, can_pin=True)
     return sum(item.bytes_per_rank for item in items if item.name in WEIGHTS)
 
@@ -174,9 +174,9 @@ def _whole_4bit(elements: int, width: int) -> int:
 
 
 def _plan_4bit(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: bool) -> Loading | None:
-    """Return how ranks read straight into 4-bit shards (`load_4bit`); None where transformers must read.
+    """Return how ranks read straight into 4-bit shards (`load_4bit`); None if transformers must read.
 
-    Each matrix is read in parts, one of each rank; what is not quantised is read by rank 0, whose figures these are.
+    Each matrix is read in parts, one by each rank. Rank 0 also reads what is not quantised; the figures are its own.
     """
     from remat.model.four_bits import load_4bit
 
@@ -246,13 +246,13 @@ class _Matrix:
 
 
 def _time_s(cfg: RunConfig, size: int) -> float | None:
-    """Return how long a node's disks take to read `size` bytes; None where their rate is not known."""
+    """Return the seconds in which a node's disks read `size` bytes; None if their rate is not known."""
     rate = cfg.hardware.nvme_read_gbs
     return None if rate is None else size / (rate * GB)
 
 
 def _layout(cfg: RunConfig, decided: Strategy, skeleton: Any) -> tuple[Layout | None, str]:
-    """Return where the weights lie, None if that cannot be seen here, and why they are not read in slices, if so."""
+    """Return where weights lie in files (None: not visible here), and why they are not read in slices, if so."""
     because = own_slices.refuse(cfg.model, decided.ds) or ""
     if cfg.model.load is ModelLoad.from_pretrained:
         because = "model.load=from_pretrained"

@@ -1,7 +1,7 @@
-"""Model states that DeepSpeed 0.19.8 allocates: parameters, gradients, master copy, moments, buckets, host buffers.
+"""List the model states of DeepSpeed 0.19.8: parameters, gradients, master copy, moments, buckets, host buffers.
 
 They are a lower bound of a run's memory, taken at the end of backward. Activations, gathered weights, kernel
-workspaces and the optimizer step's temporaries come on top. Each term carries the line of DeepSpeed that
+workspaces and the optimizer step's temporaries come on top. Each term names the line of DeepSpeed that
 allocates it.
 """
 
@@ -221,7 +221,7 @@ def _quantised_3(s: _Sizes, weights: Sequence[int]) -> list[Item]:
 def _moments(s: _Sizes, numel: int) -> list[Item]:
     """Return the items of the optimizer's state where the model computes, of `numel` parameters on this rank.
 
-    What the driver pages counts as host memory: there it lies at the peak of a GPU that has no room for it.
+    Memory that the driver pages counts as host memory: at the peak of a full GPU it lies there.
     """
     if s.optimizer is OptimName.adamw:
         return [s.item("moments", "gpu", s.moments * numel, TORCH_ADAM)]

@@ -368,7 +368,7 @@ def _record(
 ) -> simulate.Recording:
     """Record one micro-batch of the real model on meta tensors, with the run's policies applied.
 
-    `reaches` has, by kind of layers, how many neighbours a layer affects; the reach found here is added to it.
+    `reaches` has, by kind of layers, how far a layer affects its neighbours (see repeat.py); this adds what it finds.
     """
     decisions = without_engine(decided.decisions)
     if decisions != decided.decisions and cfg.checkpointing.deepspeed.cpu_checkpointing:

@@ -1,4 +1,4 @@
-"""Compare every policy on one model for `remat compare policies`, counted op by op on meta tensors, without weights."""
+"""Compare all policies on one model (`remat compare policies`), counted op by op on meta tensors, without weights."""
 
 from __future__ import annotations
 

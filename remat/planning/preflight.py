@@ -52,15 +52,15 @@ class Needs:
     rehearsal_bytes: int  # one trial saved state and export, deleted before the first real one
     download_bytes: int
     reading_bytes: int  # host memory while weights are read, before the model states exist
-    flat_bytes: int  # of the buffer of ZeRO-1 and 2 that what is trained is copied into, of a rank
-    gpu_weights_bytes: int  # the part of the GPU bytes that is there before that
+    flat_bytes: int  # of a rank's buffer into which ZeRO-1 and 2 copy trained weights
+    gpu_weights_bytes: int  # the part of the GPU bytes that is allocated before that copy
     gpu_remedy: str
 
 
 def reads_onto_device(cfg: RunConfig, device_type: str) -> bool:
     """Return whether pretrained weights go from their files straight onto the GPU.
 
-    Shared layers are cut on the host, and stages taken out of the whole model.
+    With tensor parallelism layers are cut on the host, and with stages layers are taken out of the whole model.
     """
     whole = cfg.train.tensor_parallel_size == cfg.train.pipeline_parallel_size == 1
     return device_type == "cuda" and whole
@@ -69,9 +69,9 @@ def reads_onto_device(cfg: RunConfig, device_type: str) -> bool:
 def reading_bytes(cfg: RunConfig, num_params: int, width: int, *, zero_stage: int, ranks_per_node: int) -> int:
     """Return the host memory of a node while the weights are read.
 
-    Below ZeRO-3 each rank that shares layers, or has a stage, has the whole model. Else there is nothing to add: a
-    GPU's rank hands on one weight after another, a CPU's rank keeps what it reads. `num_params` counts the whole
-    model, `width` is bytes per parameter.
+    Below ZeRO-3 each rank that shares layers, or has a stage, reads the whole model. Otherwise nothing is added: a rank
+    with a GPU moves one weight after another to it, and a rank on a CPU keeps what it reads. `num_params` counts the
+    whole model, `width` is bytes per parameter.
     """
     divided = max(cfg.train.tensor_parallel_size, cfg.train.pipeline_parallel_size) > 1
     whole = zero_stage < 3 and divided and cfg.model.init is ModelInit.pretrained
@@ -81,7 +81,7 @@ def reading_bytes(cfg: RunConfig, num_params: int, width: int, *, zero_stage: in
 def flattens_on_gpu(*, flat_bytes: int, weights_bytes: int, gpu_bytes: int, world_size: int) -> bool:
     """Return whether a GPU has room for ZeRO-1 and 2's flat buffer beside the weights that are copied into it.
 
-    Else each rank makes the copy on the host, and holds both there for a while (deepspeed 0.19.8,
+    Otherwise each rank makes the copy on the host, and holds both there for a while (deepspeed 0.19.8,
     runtime/zero/stage_1_and_2.py:452-518).
     """
     return gpu_bytes - outside_torch_bytes(world_size) - weights_bytes >= flat_bytes
@@ -89,7 +89,7 @@ def flattens_on_gpu(*, flat_bytes: int, weights_bytes: int, gpu_bytes: int, worl
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a resource, what is needed and found of it, and what to do when it is too little."""
+    """A line of the table: a resource, the bytes needed and found of it, and the remedy if they are too few."""
 
     name: str
     needed_bytes: int
@@ -184,7 +184,7 @@ def rehearses(save: SaveConfig, num_params: int) -> bool:
 def states_on_disk(save: SaveConfig, steps: int | None) -> int:
     """Return how many saved states exist at once at most. `steps` None: not known before the data is read.
 
-    These are the kept ones and the next one, which is complete before one of them is deleted.
+    These are the kept states and the next one, which is complete before a kept one is deleted.
     """
     if steps is None:
         return save.keep + 1 if save.every else int(save.at_end)
@@ -204,9 +204,9 @@ def download_bytes(model: ModelConfig, num_params: int, *, cache: Path) -> int:
 
 
 def compare(needs: Needs, machine: Machine, memory: Sequence[Row] = ()) -> list[Row]:
-    """Return needed against found for each resource the run uses.
+    """Return a row of needed and found bytes for each resource that the run uses.
 
-    `memory` are the rows of a plan. Without them the model states are compared.
+    `memory` are the rows of a plan. Without them the rows of memory count the model states alone.
     """
     lines = list(memory) or lower_bound(needs, machine)
     if needs.reading_bytes:
@@ -227,7 +227,7 @@ def compare(needs: Needs, machine: Machine, memory: Sequence[Row] = ()) -> list[
 
 
 def _flat_rows(needs: Needs, machine: Machine, gpu_bytes: int) -> list[Row]:
-    """Return the row of host memory for ZeRO-1 and 2's flat buffers, where the GPU has no room for its own."""
+    """Return the row of host memory for ZeRO-1 and 2's flat buffers, if the GPU has no room for its own."""
     ranks = needs.ranks_per_node
     if flattens_on_gpu(
         flat_bytes=needs.flat_bytes,
@@ -242,7 +242,7 @@ def _flat_rows(needs: Needs, machine: Machine, gpu_bytes: int) -> list[Row]:
 
 
 def lower_bound(needs: Needs, machine: Machine) -> list[Row]:
-    """Return the rows of memory for the model states. Without a GPU its bytes are host bytes."""
+    """Return the rows of memory for the model states. Without a GPU the GPU bytes count as host bytes."""
     host, ranks = needs.host_bytes, needs.ranks_per_node
     if machine.gpu_bytes is None:
         host += needs.gpu_bytes * ranks

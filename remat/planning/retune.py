@@ -1,9 +1,9 @@
 """Choose the tables of a run again, with the seconds that its phases took: `remat retune RUN`.
 
-Tables are chosen by the seconds of each operation, from rates of data sheets and of other machines. What forward and
-backward took corrects them by two factors: one for what arithmetic bounds, one for memory traffic and launches. Two
-phases of similar work hardly tell the two apart, so each is drawn to their common factor (ridge regression: Hoerl and
-Kennard 1970). What copies and collectives add is not corrected.
+Tables are chosen by the seconds of each operation, from rates of data sheets and of other machines. The measured
+seconds of forward and backward correct these rates by two factors: one for operations bound by arithmetic, one for
+memory traffic and launches. Two phases of similar work hardly tell the two apart, so each factor is drawn to their
+common one (ridge regression: Hoerl and Kennard 1970). The time of copies and collectives is not corrected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from remat.planning.plan import Planned, Recordings, make_plan
 from remat.planning.step_time import seconds_by_bound
 
 PHASES = ("forward", "backward", "optimizer")
-FILE = "checkpointing_table_retuned.json"  # beside the table of the run
+FILE = "checkpointing_table_retuned.json"  # in the folder of the run's table
 DRAWN = 0.1  # weight of the common factor against the fit of a phase
 SLOWEST_PART = 0.1  # no factor is less than this share of the common one
 DIGITS = 4
@@ -37,10 +37,10 @@ DIGITS = 4
 
 @dataclass(frozen=True)
 class Retuned:
-    """Seconds of a step by phase: `planned` for the run, `measured` in it, and `after`: with the rates corrected.
+    """The result of a retune. `planned` and `measured` are the seconds of a step of the run by phase.
 
     `before` is the plan of the run as it was carried out, `now` that of the tables chosen again. Both are priced at the
-    corrected rates. `overrides` ask for those tables and rates; the table is at `path`.
+    corrected rates. `overrides` set the new tables and rates; the table is at `path`.
     """
 
     planned: Mapping[str, float]
@@ -57,7 +57,7 @@ class Retuned:
 
 @dataclass(frozen=True)
 class _Record:
-    """What a launch left: its options, on the machine that it had, and the seconds of its phases."""
+    """What a launch left: its options, with the machine that it ran on, and the measured seconds of its phases."""
 
     folder: Path
     cfg: RunConfig
@@ -66,7 +66,7 @@ class _Record:
 
 
 def retune(run_dir: Path) -> Retuned:
-    """Correct the rates by what was measured in the run, choose its tables again and write them beside the old ones.
+    """Correct the rates by the measurements of the run, choose its tables again and write them beside the old ones.
 
     Raises ConfigError for a run without a budget, without measured phases, or on a machine whose rates are not known.
     """
@@ -131,9 +131,9 @@ def _read(run_dir: Path) -> _Record:
 
 
 def _measured(folder: Path) -> dict[str, float]:
-    """Return the mean seconds of each phase: of the ledger, or the median of the rows so far without the first.
+    """Return the seconds of each phase: the mean in the ledger, or else the median of the logged rows after the first.
 
-    A launch that went on from a save for one step has a ledger without them.
+    The ledger of a launch that resumed for a single step has no such means.
     """
     ledger = folder / "ledger.json"
     files = (place / "metrics.jsonl" for place in (folder, folder.parent))  # of all launches there is one
@@ -162,7 +162,7 @@ def _with_table(cfg: RunConfig, path: Path | None) -> RunConfig:
 
 
 def _corrected(planned: Planned, measured: Mapping[str, float]) -> dict[str, float]:
-    """Return the rates, named as in HardwareConfig and gpu_rates, at which the plan takes what was measured."""
+    """Return the rates, named as in HardwareConfig and gpu_rates, at which planned times match the measured ones."""
     machine = gpus.machine(planned.cfg.hardware)
     steps = planned.strategy.ds["gradient_accumulation_steps"]
     parts = seconds_by_bound(planned.simulation, machine)

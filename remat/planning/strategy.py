@@ -46,7 +46,7 @@ from remat.planning import model_states as states
 from remat.planning.simulation import repeat
 from remat.planning.simulation.repeat import Repeat
 
-NUMBERS_OF_LAYERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attributes of modules
+NUMBERS_OF_LAYERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attributes of a layer's modules
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ class Strategy:
     stacks: str = ""  # the stacks of layers in words, where there is more than one
     length_warning: str = ""  # where train.seq_len is longer than the model was made for
     head_warning: str = ""  # where ranks share layers and each has the whole output layer
-    decided_because: str = ""  # why, where the decisions are not the policy's usual ones
+    decided_because: str = ""  # the reason, if the decisions are not the policy's usual ones
     optimizer: OptimName = OptimName.adamw
     allocators: Allocators = TORCH_DEFAULT
     router_coef: float = 0.0  # of the loss that balances a mixture of experts
     stages: Stages | None = None  # which layers each stage has, where there are several
     facts_of_stages: tuple[hf_model.ModelFacts, ...] = ()
-    stage: int | None = None  # whose decisions and `held` these are; None: of all
+    stage: int | None = None  # the stage of `decisions` and `held`; None: all stages
 
     @property
     def warnings(self) -> list[str]:
-        """Return what a person must know before the run, and need not change."""
+        """Return the warnings about the run that call for no change."""
         states = optimizer.describe_states(ds_config.optimizer_states(self.ds))
         return [text for text in (self.length_warning, self.head_warning, states) if text]
 
@@ -90,7 +90,7 @@ class Strategy:
         return [_moved(self.decisions[layer], -own.start) for layer in own]
 
     def with_stages(self, chosen: Sequence[list[LayerDecision]]) -> Strategy:
-        """Return the strategy with what was chosen for the layers of each stage, counted from its first one."""
+        """Return the strategy with the decisions `chosen` for the layers of each stage, counted from its first one."""
         assert self.stages is not None
         firsts = self.stages.borders
         every = [_moved(own, first) for first, part in zip(firsts, chosen, strict=False) for own in part]
@@ -98,13 +98,13 @@ class Strategy:
 
     @property
     def num_saved_params(self) -> int:
-        """Return the trained parameters in a saved state, of all ranks together."""
+        """Return the number of trained parameters in a saved state, of all ranks together."""
         if self.facts_of_stages:
             return sum(facts.num_trainable_params for facts in self.facts_of_stages)
         return self.held.num_trainable_params * ds_config.tensor_ranks(self.ds)
 
     def flat_bytes(self, width: int) -> int:
-        """Return the bytes of the buffer into which ZeRO-1 and 2 copy a rank's trained weights, `width` of each."""
+        """Return the bytes of the buffer into which ZeRO-1 and 2 copy a rank's trained weights, `width` bytes each."""
         return width * self.held.num_trainable_params * (self.zero_stage in (1, 2))
 
     def of_stage(self, stage: int) -> Strategy:
@@ -250,12 +250,12 @@ def find_like(cfg: RunConfig, decided: Strategy) -> list[int]:
 def _divide(cfg: RunConfig, skeleton: Any, size: int) -> Stages:
     """Divide the layers over stages by the FLOPs of forward, backward and recomputation, and by kept activations.
 
-    A layer costs 3 forwards, 4 where it is recomputed whole; the embedding costs nothing, the output layer what its
-    matrix does. A layer that keeps only its input counts 1 for what is kept, another 16, about what a decoder layer
-    of Llama keeps in units of its input (Korthikanti et al. 2022, equation 2, in 16 bits without dropout).
-    A layer whose table is still to be chosen (checkpointing=budget) counts as one that keeps all: what it makes again
-    follows from the division, for a stage of fewer layers has more room for each. Of nearly equal divisions the one
-    that holds least leaves tables most room.
+    A layer costs 3 forwards, or 4 if it is recomputed whole; the embedding costs nothing, the output layer the products
+    with its matrix. A layer that keeps only its input counts 1 for kept activations, any other layer 16, which is about
+    what a decoder layer of Llama keeps in units of its input (Korthikanti et al. 2022, equation 2, in 16 bits without
+    dropout). A layer whose table is still to be chosen (checkpointing=budget) counts as one that keeps all: what it
+    recomputes follows from the division, as a stage of fewer layers has more room for each. Of nearly equal divisions
+    the one that holds least leaves most room for tables.
     """
     text = skeleton.config.get_text_config()
     hidden = hf_model.hidden_size(skeleton.config)
@@ -273,7 +273,7 @@ def _divide(cfg: RunConfig, skeleton: Any, size: int) -> Stages:
 
 
 def pack_again(cfg: RunConfig, decided: Strategy) -> Strategy:
-    """Return `decided` with its blocks read as `cfg` asks, once the format of the data is known. Raises ConfigError."""
+    """Return `decided` with the packing that `cfg` asks for, once the data's format is known. Raises ConfigError."""
     config = hf_model.shape_config(cfg.model)
     plain = plain_model(cfg)
     packed = packing.decide(cfg, config, plain)
@@ -282,13 +282,13 @@ def pack_again(cfg: RunConfig, decided: Strategy) -> Strategy:
 
 
 def plain_model(cfg: RunConfig) -> Any:
-    """Return the model of `cfg` without storage and adapters. It is shared: nobody may change it."""
+    """Return the model of `cfg` without storage and adapters. It is shared, so callers must not change it."""
     return _shape_of(cfg, hf_model.shape_config(cfg.model)).plain
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """Some layers of a model. `config` describes a model of these alone, in which `repeats` stand for more."""
+    """Some layers of a model. `config` describes a model of these alone; `repeats` say which stand for more layers."""
 
     config: Any
     layers: list[int]
@@ -300,7 +300,7 @@ class Shortened:
 
 
 def shorten(cfg: RunConfig, decisions: Sequence[LayerDecision], reach: int) -> Shortened | None:
-    """Return a few layers of the model of `cfg` that stand for all of them; None where no few do.
+    """Return a few layers of the model of `cfg` that stand for all of them; None if there are none.
 
     `reach` is how far layers may act on their neighbours, see planning/simulation/repeat.py.
 
@@ -324,7 +324,7 @@ def shorten(cfg: RunConfig, decisions: Sequence[LayerDecision], reach: int) -> S
         return None
     short = hf_model.with_layers(config, chosen)
     if _shape_of(cfg, short, _kept_short).likes != [likes[layer] for layer in chosen]:
-        return None  # what a layer is follows from its place
+        return None  # layers are built by their place in the model
     return Shortened(short, chosen, repeats)
 
 
@@ -334,9 +334,9 @@ def _moved(decision: LayerDecision, by: int) -> LayerDecision:
 
 @dataclass(frozen=True)
 class _Shape:
-    """The model without storage, which a search for settings asks for hundreds of times. Nobody changes it.
+    """The model without storage, cached because a search for settings needs it hundreds of times. It is never changed.
 
-    Two are equal where `key` is: what the modules are made of.
+    Two shapes are equal if their `key` is, which holds all that the modules are made from.
     """
 
     key: tuple[str, ...]
@@ -360,7 +360,7 @@ class _Shape:
 
     @functools.cached_property
     def likes(self) -> list[str]:
-        """Return what each layer consists of, in words that layers share that differ in their number alone."""
+        """Return a description of each layer's modules; layers that differ only in their number have equal ones."""
         try:
             return [
                 _consists_of(layer, number) for number, layer in enumerate(layers.decoder_layers(self.adapted))
@@ -504,10 +504,10 @@ def _with_adapters(cfg: RunConfig, skeleton: Any) -> Any:
 def _held(
     facts: hf_model.ModelFacts, skeleton: Any, train: TrainConfig, zero_stage: int
 ) -> hf_model.ModelFacts:
-    """Return the sizes of the part of the model that one rank holds, and shards over the ranks with the same part.
+    """Return the sizes of the part of the model that ZeRO shards over the ranks that hold the same part.
 
-    ZeRO-3 shards weights before AutoTP cuts them: those that it leaves whole are sharded over all ranks, so that a part
-    of them counts here.
+    ZeRO-3 shards weights before AutoTP cuts them, so weights that AutoTP leaves whole are sharded over all ranks: only
+    a part of them counts here.
     """
     shared_by = train.tensor_parallel_size
     if shared_by == 1:

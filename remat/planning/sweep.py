@@ -1,7 +1,7 @@
 """Plan a run several times, to compare memory and time.
 
-`remat plan --sweep`: every combination of the values that words with commas list. `remat plan --curve`: the tables of
-checkpointing=budget from the least bytes to keeping all, beside the policies that have a name.
+`remat plan --sweep` plans every combination of the values that overrides with commas list. `remat plan --curve` plans
+the tables of checkpointing=budget from the fewest kept bytes to all, and the policies in NAMED beside them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from remat.config.options import ConfigError
 from remat.planning import budget, plan
 from remat.planning.plan import Planned, Recordings
 
-CURVE_PARTS = 10  # steps of the curve, and so one point more
+CURVE_PARTS = 10  # steps of the curve, which has one point more
 NAMED = ("full", "selective_ops", "selective_linears", "discard_output", "offload", "none")
 
 
@@ -42,7 +42,7 @@ class Point:
 
     @property
     def may_run(self) -> bool:
-        """Return whether it fits or is tight."""
+        """Return whether the verdict of the plan is fits or tight."""
         return self.planned is not None and self.planned.plan.verdict is not plan.Verdict.too_large
 
 
@@ -65,7 +65,7 @@ def run(args: Sequence[str], progress: Callable[[int, int], None] = lambda done,
 
 
 def curve(args: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None) -> list[Point]:
-    """Plan the run under tables from the least to keeping all, then under NAMED. Raises ConfigError for the tables."""
+    """Plan the run under tables from the fewest kept bytes to all, then under NAMED. Raises ConfigError for tables."""
     recordings, found = Recordings(), list[Point]()
     total = CURVE_PARTS + 1 + len(NAMED)
     cfg = compose.from_command_line([*args, budget.CHOICE]).run

@@ -1,7 +1,7 @@
 """Choose how many slices checkpointing.tiles=auto cuts MLPs into: as many as still lower the memory that a run needs.
 
-The smallest power of two is taken of which twice as many would lower it by less than 1 %, by plans of the whole run.
-The peak is elsewhere then: in attention, in the loss, in the update.
+It takes the smallest power of two for which plans of the whole run say that twice as many slices lower the memory by
+less than 1 %. The peak is then elsewhere: in attention, in the loss, or in the update.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.planning.budget import Plan, Trial
 
 AUTO = "checkpointing.tiles=auto"
-LOWER = 0.99  # of the bytes needed: what is worth twice as many slices
+LOWER = 0.99  # twice as many slices are taken if they need at most this share of the bytes
 MOST = 64  # slices
 
 
@@ -23,7 +23,7 @@ def is_open(decisions: Sequence[LayerDecision]) -> bool:
 
 
 def with_count(decisions: Sequence[LayerDecision], count: int) -> list[LayerDecision]:
-    """Return `decisions` with `count` slices for each layer of which the number is still to be chosen."""
+    """Return `decisions` with `count` slices for each layer whose number of slices is still to be chosen."""
     return [
         replace(d, tiling=replace(d.tiling, count=count)) if d.tiling is not None and d.tiling.count == 0 else d
         for d in decisions
@@ -36,7 +36,7 @@ def chosen_count(decisions: Sequence[LayerDecision]) -> int:
 
 
 def choose(decisions: Sequence[LayerDecision], plan: Plan) -> tuple[Trial, str]:
-    """Return the plan that is taken, and why."""
+    """Return the chosen plan, and the reason for its number of slices."""
     count, best = 1, plan(with_count(decisions, 1))
     while count < MOST:
         more = plan(with_count(decisions, 2 * count))

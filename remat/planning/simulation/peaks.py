@@ -25,8 +25,8 @@ class Gradients:
     """The gradients and buckets on the GPU during one backward.
 
     Call `ready(parameter)` whenever autograd finished a gradient, and `backward_ends` at the end. `kept_bytes`
-    and `bucket_bytes` are what is there after a call. Each call returns the same two as they were at the worst instant
-    within it. `ready` does not count the gradient itself there, because until then it belongs to autograd.
+    and `bucket_bytes` are the bytes after a call. Each call returns the same two at the worst instant within it;
+    `ready` leaves the gradient itself out of them, because until then it belongs to autograd.
     """
 
     def __init__(self, parameters: Parameters, settings: ZeroSettings, *, rank: int = 0) -> None:
@@ -53,7 +53,7 @@ class Gradients:
     def ready(self, parameter: int) -> tuple[int, int]:
         """Put a gradient into the bucket, or keep it until the last micro-batch is done.
 
-        See stage_1_and_2.py:1414, stage3.py:1569.
+        Source: stage_1_and_2.py:1414, stage3.py:1569.
         """
         # The first gradient allocates one bucket, or two with overlap_comm (stage_1_and_2.py:3256).
         if self._settings.stage in (1, 2):
@@ -140,7 +140,7 @@ class Peaks:
     backward: Moment
     gathered_bytes: int
     curve: list[Instant]
-    # forward and backward inside the layers, and the loss: what is outside of them
+    # forward and backward inside the layers; `loss` is all that is outside them
     by_part: Mapping[str, Moment]
 
 

@@ -1,10 +1,10 @@
-"""Make the record of a deep model from that of a few of its layers, where equal layers follow one another.
+"""Make the record of a deep model from the record of a few of its layers, if equal layers follow one another.
 
-Of a sequence of equal layers a few periods are recorded: two in the middle, and on each side as many as layers act on
-their neighbours. The record is cut where the forward of a layer begins and where its backward begins. What lies between
-two cuts is a piece, written relative to its own layer. If the pieces of the two middle periods are the same, in forward
-and in backward, then all further periods would be the same too, and the piece is inserted as often as the whole model
-has it. Otherwise NotRepeated is raised.
+Of a sequence of equal layers a few periods are recorded: two in the middle, and on each side `reach` more, as far as
+layers affect their neighbours. The record is cut where the forward of a layer begins and where its backward begins.
+What lies between two cuts is a piece, written relative to its own layer. If the pieces of the two middle periods are
+the same, in forward and in backward, then all further periods would be the same too, and the piece is inserted as often
+as the whole model has it. Otherwise NotRepeated is raised.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from remat.planning.simulation.types import OpCost, Phase
 from remat.planning.simulation.zero3 import Event, Parameters
 
 REACHES = (1, 2)
-REACHES_OF_MOVES = (3, 4)  # what a layer moves leaves while two others run, and comes back before its backward
+REACHES_OF_MOVES = (3, 4)  # moved values leave while two other layers run, and come back before their backward
 LONGEST_PERIOD = 12
-WORTH_IT = 0.75  # of the layers: recording so many of them saves too little
+WORTH_IT = 0.75  # largest share of the layers that is recorded: a larger share saves too little
 
 
 class NotRepeated(Exception):
-    """Layers that were taken to be equal do not all do the same."""
+    """Error: layers that were taken to be equal do not all do the same."""
 
 
 class Repeat(NamedTuple):
@@ -49,9 +49,9 @@ class Repeat(NamedTuple):
 
 
 def shorten(keys: Sequence[Hashable], reach: int = 1) -> tuple[list[int], list[Repeat]]:
-    """Return which layers are to be recorded, and what they stand for. Layers with equal `keys` are equal.
+    """Return the layers to record and the repeats that they stand for. Layers with equal `keys` are equal.
 
-    No repeats: record all of them.
+    If there are no repeats, all layers are recorded.
     """
     recorded = 2 + 2 * reach
     layers: list[int] = []
@@ -86,7 +86,7 @@ def _count_periods(keys: Sequence[Hashable], start: int, period: int) -> int:
 
 
 def sources(repeats: Sequence[Repeat], num_recorded: int) -> list[int]:
-    """Return for each layer of the whole model the recorded one that it is like."""
+    """Return for each layer of the whole model the recorded layer that stands for it."""
     return [layer for unit in _units(repeats, num_recorded) for _ in range(unit.times) for layer in unit.layers]
 
 
@@ -107,7 +107,10 @@ def lengthen_sizes(
 
 @dataclass(frozen=True)
 class _Unit:
-    """Recorded layers that stay together: a period of a run, or a layer of none. `times`: in the whole model."""
+    """Recorded layers that stay together: a period of a run of equal layers, or a single layer outside such runs.
+
+    `times` is how often the whole model has the unit.
+    """
 
     layers: range
     run: int | None = None
@@ -135,7 +138,7 @@ def _units(repeats: Sequence[Repeat], num_layers: int) -> list[_Unit]:
 
 
 class _Numbers:
-    """The numbers of parameters or modules: those before the layers, of each layer, and after them."""
+    """The numbers of parameters or modules: those before the layers, those of each layer, and those after them."""
 
     def __init__(self, owners: Sequence[int | None], units: Sequence[_Unit]) -> None:
         num_layers = units[-1].layers.stop
@@ -155,7 +158,7 @@ class _Numbers:
         self.whole_starts = [self.before, *(self.before + end for end in whole)]
 
     def split(self, number: int) -> tuple[int | None, int]:
-        """Return the layer of a recorded number and the number in it; None and how far from the end of the layers."""
+        """Return the layer of a recorded number and the number in it; outside the layers None, and one for `join`."""
         layer = self.owners[number]
         if layer is not None:
             return layer, number - self.starts[layer]
@@ -176,7 +179,7 @@ class _Numbers:
 
 
 class _Reference(NamedTuple):
-    """What a piece says of a layer: `unit` is relative to its own within a run, else the recorded one."""
+    """How a piece refers to a layer: within a run `unit` is relative to the piece's own, else it is as recorded."""
 
     relative: bool
     unit: int
@@ -194,7 +197,7 @@ class _Layout:
         self._at = {unit: place for place, unit in reversed(list(enumerate(self.whole)))}
 
     def refer(self, layer: int, origin: int | None) -> _Reference:
-        """Return how a piece of unit `origin` (None: outside of the layers) says `layer`."""
+        """Return how a piece of unit `origin` (None: outside the layers) refers to `layer`."""
         place = self._unit_of[layer]
         return _Reference(*self.relate(place, origin), layer - self.units[place].layers.start)
 
@@ -259,7 +262,7 @@ def repeated(
 ) -> tuple[Record, Parameters]:
     """Return the record and the parameters of the whole model. `places` are where the parts of `record` begin.
 
-    Raises NotRepeated.
+    Raises NotRepeated if equal layers do not do the same.
     """
     return _Lengthening(record, places, parameters, owners, repeats).run()
 
@@ -364,7 +367,7 @@ class _Lengthening:
         return Place(len(record.trace), len(record.ops), allocations, record.parts[-1].at_cut.by_kind)
 
     def _allocated_by(self, name: int, origin: int | None) -> tuple[Any, ...]:
-        """Return which piece made an allocation, as one of unit `origin` says it, and its number there."""
+        """Return the piece that made an allocation, relative to unit `origin`, and the allocation's number there."""
         number = max(n for n, begin in enumerate(self._begins) if self._places[begin].allocations < name)
         which = name - self._places[self._begins[number]].allocations
         unit = self._owners[number]
@@ -373,7 +376,7 @@ class _Lengthening:
         return self._layout.relate(unit, origin), number > len(self._units), which
 
     def _relative(self, part: Part, unit: int | None, base: tuple[int, int, int]) -> tuple[Any, ...]:
-        """Return a part as its unit says it."""
+        """Return a part relative to its unit."""
         snapshots = [part.at_cut, part.peak, *part.of_place.values()]
         return (
             self._say_cut(part.cut, unit),
@@ -465,7 +468,7 @@ class _Lengthening:
         )
 
     def _moved(self, parameter: int, here: int | None, layer: int) -> int:
-        """Return the number in the whole model of a parameter of a module in layer `here`, which is `layer` there."""
+        """Return the number of `parameter` in the whole model, for a module of layer `here`, which is `layer` there."""
         own, inside = self._of_parameters.split(parameter)
         if own is None:
             return self._of_parameters.join(None, inside)
@@ -487,7 +490,7 @@ class _Assembly:
         self._starts: dict[tuple[int | None, int], int] = {}  # allocations before the piece at a position
 
     def add(self, piece: _Piece, position: int, which: int | bool) -> None:
-        """Add a piece at a position among the units. `which`: whether of backward; of no unit: its number."""
+        """Add a piece at a position among the units. `which`: whether it is of backward; without a unit, its number."""
         at = None if piece.unit is None else position
         self._starts[at, which] = self._allocations
         numbers = [self._add_part(part, position) for part in piece.parts]
@@ -511,7 +514,7 @@ class _Assembly:
         return self._starts[at, piece] + which
 
     def _add_part(self, said: tuple[Any, ...], position: int) -> int:
-        """Add a part and return its number; a mark becomes part of the one before."""
+        """Add a part and return its number; a mark is merged into the part before it."""
         cut, places, told = said
         at_cut, peak, *others = (self._hear(snapshot, position) for snapshot in told)
         of_place = dict(zip(places, others, strict=True))

@@ -5,7 +5,7 @@ segments of 2 MiB, up to 10 MiB from segments of 20 MiB, more from segments of i
 smallest free block that is large enough is taken, and split. Free neighbours of one segment become one block. Each
 stream has pools of its own. With `expandable_segments` a pool is one segment that grows at its end, by 2 or 20 MiB.
 
-Left out: blocks that another stream still uses when they are freed come back later, and what libraries take.
+Not replayed: that blocks which another stream still uses when they are freed come back later, and what libraries take.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMPUTE, GATHERS, REDUCTIONS = range(3)  # streams
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a segment. `pool` is the stream, and whether blocks are small; bytes."""
+    """A block of a segment. `pool` is its stream and whether its blocks are small. `start` and `size` are in bytes."""
 
     pool: tuple[int, bool]
     segment: int
@@ -38,7 +38,7 @@ class Block:
 
 
 class CachingAllocator:
-    """A replica of the allocator of one GPU. `reserved_bytes` and `peak_bytes` are of its segments."""
+    """A replica of the allocator of one GPU. `reserved_bytes` is the size of its segments, `peak_bytes` the most."""
 
     def __init__(self, *, expandable: bool) -> None:
         self.reserved_bytes = self.peak_bytes = 0
@@ -93,7 +93,7 @@ class CachingAllocator:
         return self._segments, 0, whole
 
     def _grow(self, pool: tuple[int, bool], size: int) -> tuple[int, int, int]:
-        """Map more at the end of the pool's segment; a free block that lies there becomes part of what is returned."""
+        """Map more memory at the end of the pool's segment; the result includes a free block that lies there."""
         if pool not in self._grown:
             self._segments += 1
             self._grown[pool] = self._segments, 0
@@ -122,7 +122,7 @@ class CachingAllocator:
 
 
 class _Held:
-    """What DeepSpeed holds of one kind, of which only the sum is known: blocks that come and go as it changes."""
+    """Memory of one kind that DeepSpeed holds. Only the sum is known, so blocks come and go as the sum changes."""
 
     def __init__(self, allocator: CachingAllocator, stream: int) -> None:
         self._allocator, self._stream = allocator, stream
@@ -130,7 +130,7 @@ class _Held:
         self._bytes = 0
 
     def change_to(self, total: int) -> None:
-        """Allocate what the sum grows by; free a block of the size it shrinks by, or the smallest that are enough."""
+        """Allocate a block as the sum grows; as it shrinks, free a block of that size, or the smallest that suffice."""
         if total > self._bytes:
             added = total - self._bytes
             block = self._allocator.malloc(added, self._stream)
@@ -156,9 +156,9 @@ class _Held:
 
 @dataclass(frozen=True)
 class Around:
-    """What a run allocates on a GPU outside of its micro-batches. Bytes of one rank.
+    """What a run allocates on a GPU outside its micro-batches, in bytes of one rank.
 
-    `states` are there from the start. The first update allocates `from_update`, each update `update_bytes` for a while.
+    `states` exist from the start. The first update allocates `from_update`, each update `update_bytes` for a while.
     """
 
     states: Sequence[int]
@@ -168,9 +168,9 @@ class Around:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Bytes that torch has reserved by the end of a part of the first step, and the most of two steps.
+    """Bytes that torch has reserved at the end of each part of the first step, and the most in two steps.
 
-    `states` is when the engine is built. Nothing is given back between the parts, so each is at least the one before.
+    `states` is at the time when the engine is built. Nothing is given back between parts, so the bytes never fall.
     """
 
     states: int
@@ -192,8 +192,8 @@ def replay(
 ) -> Replayed:
     """Return the bytes that torch reserves over two micro-batches and the updates after each.
 
-    `trace` is a Timeline's, of (allocation, bytes) pairs: bytes below 0 free it, and an allocation below 0 is the index
-    of a part, less one, with its sign turned.
+    `trace` is a Timeline's: pairs (allocation number, bytes). Bytes below 0 free the allocation; a number below 0 says
+    that part -1 - number begins.
     """
     allocator = CachingAllocator(expandable=expandable)
     for size in around.states:

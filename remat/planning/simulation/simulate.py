@@ -28,14 +28,14 @@ class Recording:
     timeline: Record
     parameters: Parameters
     assumptions: list[str]
-    # of the layers under a table: what they compute and save
+    # what the layers under a table compute and save
     graphs: Mapping[int, Any] = field(default_factory=dict)
     places: Sequence[Place] = ()  # where the parts of the timeline begin
 
     def under(self, zero: ZeroSettings) -> Simulation:
         """Return the simulation under `zero`.
 
-        It may differ from the recorded setting in everything but whether it is stage 3.
+        `zero` may differ from the recorded settings in everything except whether the stage is 3.
         """
         timeline, found = self.timeline, self._peaks(zero)
         return Simulation(
@@ -97,8 +97,8 @@ def run(
     `workspaces` counts those of a GPU's kernels, see Timeline. `given` makes the model's inputs from a batch
     with "position_ids", which restart where it is `packed`; None: the batch itself.
 
-    Bytes come on top of the model states. Below ZeRO-3 gradients and buckets are not part of those: they are
-    counted here, from moment to moment.
+    Bytes come on top of the model states. Below ZeRO-3 gradients and buckets are not part of the model states: they
+    are counted here, as they come and go.
     """
     recording = record(
         model,
@@ -135,7 +135,7 @@ def record(
     """Record a micro-batch like `run`, for any number of ZeRO settings.
 
     `workspaces`: see Timeline; False to compare. `on_gpu` false: the kernels of a CPU. `marked` are layers that stand
-    for more of their like: such a recording has to be `lengthened`. A `loss` that is no scalar is given a gradient.
+    for more equal ones: such a recording must be `lengthened`. A `loss` that is no scalar is given a gradient.
     """
     timeline = Timeline(scope, model, ignored=ignored, workspaces=workspaces)
     assumptions: list[str] = []
@@ -164,9 +164,9 @@ def record(
 
 
 def lengthened(recording: Recording, owners: Owners, repeats: Sequence[Repeat]) -> Recording:
-    """Return the recording of a model in which the layers of a recorded one repeat.
+    """Return the recording of the whole model, in which layers of the recorded one repeat.
 
-    Raises NotRepeated where those do not all do the same.
+    Raises NotRepeated if the layers that repeat do not all do the same.
     """
     record, parameters = repeated(recording.timeline, recording.places, recording.parameters, owners, repeats)
     graphs = {

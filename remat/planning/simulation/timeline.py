@@ -1,8 +1,8 @@
 """Count live bytes, FLOPs and bytes moved of a forward and backward, operation by operation, on meta or CPU tensors.
 
 The record does not depend on ZeRO's settings. It is cut wherever ZeRO may act (a module fetches or releases its
-parameters, a gradient is ready). Each `Part` has the bytes at the cut and the most until the next. `peaks` adds
-what DeepSpeed holds meanwhile.
+parameters, a gradient is ready). Each `Part` has the bytes at the cut and the most until the next cut. `peaks` adds
+what DeepSpeed holds at each time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from remat.planning.simulation.types import Category, OpCost, Phase
 from remat.planning.simulation.zero3 import Event, is_whole
 
 aten = torch.ops.aten
-UNSHARED = 4  # what _use_count() says of a gradient that only autograd has, while an operation on it is watched
+UNSHARED = 4  # _use_count() of a gradient that only autograd holds, in an operation under a dispatch mode
 
 
 def op_cost(
@@ -54,7 +54,7 @@ def op_cost(
 
 
 def dequantisation(func: Any, args: Any, phase: Phase) -> OpCost | None:
-    """Return the cost of dequantising a 4-bit weight, if `func` does: the copy is written, then read by the product."""
+    """Return the cost of dequantising a 4-bit weight, if `func` does: it writes a copy, which the product reads."""
     size = dequantised_bytes(func, args)
     return OpCost("elementwise", 0, 2 * size + args[1].nbytes, phase) if size else None
 
@@ -71,14 +71,14 @@ def _is_free(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> 
 
 
 def workspace_bytes(func: Any, args: Any) -> int:
-    """Return the scratch memory of attention's backward, which a dispatcher does not see.
+    """Return the scratch memory of attention's backward, which a dispatch mode does not see.
 
     Flash (torch 2.13, flash_attn/flash_api.cpp, mha_bwd): an fp32 copy of the query's gradient, padded to 128
     rows and 32 columns, and one number per row; grouped heads get whole gradients of key and value first.
     Efficient (transformers/cuda/attention_backward.cu): one number per row, and fp32 accumulators.
 
-    For a GPU's product with a 4-bit weight, return what it holds on top of `dequantised_bytes`: its constants
-    before their mean is added.
+    For a GPU's product with a 4-bit weight, return what it holds on top of `dequantised_bytes`: the constants of the
+    weight before their mean is added.
     """
     if (dequantised := dequantised_bytes(func, args)) > 0:
         return dequantised - int(args[0].element_size()) * args[2][0] * args[2][1]  # the constants once more
@@ -95,9 +95,9 @@ def workspace_bytes(func: Any, args: Any) -> int:
 
 
 def summed_in_place_bytes(func: Any, args: Any) -> int:
-    """Return the bytes of a sum that autograd would have written over one of its terms without a dispatch mode.
+    """Return the bytes of a sum that autograd would write over one of its terms if there were no dispatch mode.
 
-    torch/csrc/autograd/input_buffer.cpp: two gradients of one tensor are added in place when nobody else has
+    torch/csrc/autograd/input_buffer.cpp: two gradients of one tensor are added in place when nothing else refers to
     one of them, but never under a mode. `func` runs in backward.
     """
     if func is not aten.add.Tensor or not all(isinstance(term, torch.Tensor) for term in args[:2]):
@@ -128,7 +128,7 @@ class Ready(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The event that the forward of a layer begins, or is over for all. No finished record has one."""
+    """The event that the forward of a layer begins, or that of all layers is over. No finished record has one."""
 
     layer: int
 
@@ -148,14 +148,14 @@ class Snapshot(NamedTuple):
     phase: Phase
     layer: int | None
     operation: str
-    module: str = ""  # whose weight was used last: a part of a layer, or of the model
+    module: str = ""  # the part of a layer, or of the model, whose weight was used last
 
 
 @dataclass
 class Part:
-    """A part of the record: what cut it (None: backward begins), bytes right then, and the most until the next cut.
+    """A part of the record: its `cut` (None: backward begins), the bytes then, and the most until the next cut.
 
-    `of_place` is the most inside of the layers (True) and outside of them (False).
+    `of_place` has the most inside the layers (True) and outside them (False).
     """
 
     cut: Event | Ready | Mark | None
@@ -166,8 +166,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Record:
-    """A recorded micro-batch. `kept_bytes` is by layer and `host_bytes` is of all, both at the end of forward.
-    `moved_bytes` went to host memory in it.
+    """A recorded micro-batch. `kept_bytes` by layer and `host_bytes` of all layers are at the end of forward.
+    `moved_bytes` went to host memory.
 
     `trace` is every allocation and free in order, as simulation/reserved.py reads it.
     """
@@ -189,7 +189,7 @@ class Timeline(TorchDispatchMode):
     Use: `with Timeline(scope, model) as timeline: forward; timeline.forward_done(); backward`. Parameters are
     not counted. Gradients are, until autograd has finished them; the parameters' `grad` stays None. `ignored`
     yields host memory. `workspaces`: count what a GPU's attention kernels allocate internally, and leave out
-    what autograd allocates only because it is watched.
+    what autograd allocates only under a dispatch mode.
     """
 
     @classmethod
@@ -265,7 +265,7 @@ class Timeline(TorchDispatchMode):
 
     @property
     def num_layers(self) -> int:
-        """Return the number of layers that were seen to use weights of their own."""
+        """Return the number of layers that used weights of their own."""
         return max((layer for layer in self._weights.values() if layer is not None), default=-1) + 1
 
     def record(self) -> Record:
@@ -300,7 +300,7 @@ class Timeline(TorchDispatchMode):
 
     @contextmanager
     def layers_marked(self, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """Mark where the forward of each of `layers` begins, and that of the last ends; nothing else is changed."""
+        """Mark where the forward of each of `layers` begins, and where that of the last ends."""
 
         def mark(layer: int) -> None:
             if self._backward:
@@ -328,7 +328,7 @@ class Timeline(TorchDispatchMode):
     def gradients_taken(self) -> Iterator[None]:
         """Cut the record at every gradient, and take it from its parameter.
 
-        Those of a module that is one piece are there together, when its backward is over.
+        Gradients of a module that is gathered whole are ready together, when its backward is over.
         """
         handles = []
         together = {
@@ -372,7 +372,7 @@ class Timeline(TorchDispatchMode):
     def _layer(self) -> int | None:
         """Return the layer that computes now.
 
-        Backward does not say: there it is the layer whose weight was read last.
+        In backward the scope does not know it: it is the layer whose weight was read last.
         """
         if self._scope.layer is not None:
             self._backward_layer = self._scope.layer
@@ -398,7 +398,7 @@ class Timeline(TorchDispatchMode):
             return
         inside = RECOMPUTE if self._backward or self._scope.recomputing else ACTIVATIONS
         kind = LOSS if layer is None else inside
-        if late:  # only once the caller has it is it known to be host memory or not
+        if late:  # whether it is host memory is known only when the caller has it
             self._unsettled.append((weakref.ref(storage), kind, layer))
         else:
             self._count(storage, kind, layer)
@@ -455,7 +455,7 @@ class Timeline(TorchDispatchMode):
 
 
 def _part_of(name: str) -> str:
-    """Return what comes after a layer's number in the name of a parameter, else the module that has it."""
+    """Return the name that follows a layer's number in the name of a parameter, else the module that owns it."""
     parts = name.split(".")[:-1]
     after = next((place + 1 for place, part in enumerate(parts) if part.isdigit()), None)
     if after is None:

@@ -1,4 +1,4 @@
-"""The results of a simulated micro-batch, and the ZeRO settings it needs. Bytes, elements and FLOPs of one rank."""
+"""Define the results of a simulated micro-batch and its ZeRO settings. Bytes, elements and FLOPs are of one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from remat.config import ds_config
 
 
 class Category(StrEnum):
-    """The purpose of bytes on the GPU; the rows of a plan."""
+    """The purpose of bytes on the GPU; each is a row of a plan."""
 
     weights = "weights"
     gradients = "gradients"

@@ -1,7 +1,7 @@
 """Replay what ZeRO-3 gathers and releases: DeepSpeed 0.19.8's coordinator, without an engine.
 
 `recorded` notes on a model of any device what the hooks of ZeRO-3 would do
-(runtime/zero/parameter_offload.py:316-510); that depends on no setting. `Coordinator` is what those hooks call
+(runtime/zero/parameter_offload.py:316-510); that depends on no setting. `Coordinator` replicates what those hooks call
 (runtime/zero/partitioned_param_coordinator.py). It learns the order of modules in a first micro-batch. From the
 second on it prefetches in that order and keeps what is soon used again. One record can be replayed under many
 settings.
@@ -34,9 +34,9 @@ class Kind(Enum):
 class Event(NamedTuple):
     """A moment at which ZeRO-3 acts.
 
-    `module` is an index into Parameters.owned; `again`: a forward inside of backward.
+    `module` is an index into Parameters.owned; `again`: a forward inside a backward.
 
-    `pinned` parameters have aliases: autograd would go on holding their memory if they were released now.
+    `pinned` parameters have aliases: autograd would still hold their memory if they were released now.
     """
 
     kind: Kind
@@ -50,7 +50,7 @@ class Event(NamedTuple):
 class Parameters:
     """The parameters of a model, in its own order; `owned` lists for each module those that are gathered for it.
 
-    They are the module's own. A module that is gathered whole also has those of its parts, which then have none.
+    These are the module's own. A module that is gathered whole also has those of its parts, which then have none.
     """
 
     elements: tuple[int, ...]
@@ -74,12 +74,12 @@ class Parameters:
 
 
 def _gathered_for(module: nn.Module) -> list[nn.Parameter]:
-    """Return what is gathered when `module` is called: DeepSpeed also lets one name parameters of others."""
+    """Return the parameters that are gathered when `module` is called: its own and DeepSpeed's external ones."""
     return [*module.parameters(recurse=is_whole(module)), *getattr(module, "_external_params", {}).values()]
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Return whether the weights of `module` and its parts are gathered, and reduced, together: DeepSpeed's mark."""
+    """Return whether the weights of `module` and its parts are gathered and reduced together (DeepSpeed's leaf)."""
     return bool(getattr(module, "_z3_leaf", False))
 
 
@@ -132,7 +132,7 @@ class _Recorder:
 
         def before_forward(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             self._tell(Event(Kind.fetch, index, again=torch._C._current_graph_task_id() != -1))
-            if args:  # without: only for its weights, while gradients of an earlier call may be on their way
+            if args:  # a call without any is only for weights: an earlier call may still await gradients
                 waiting[0] = 0
             marked: tuple[Any, ...] = tree_map(lambda x: _mark(x, gradient_of_input, waiting), args)
             return marked
@@ -254,7 +254,7 @@ class Coordinator:
                         self._free(p)
 
     def optimizer_step(self) -> None:
-        """Partition everything, then gather persistent parameters again (stage3.py:2840)."""
+        """Release all parameters, then gather the persistent ones again (stage3.py:2840)."""
         for p in list(self._gathered):
             self._wait(p)
             self._users[p].clear()
@@ -282,7 +282,7 @@ class Coordinator:
             self._free(p)
 
     def _follow(self, module: int) -> None:
-        """Compare with the order that was learnt, or learn it (trace_prologue, record_module)."""
+        """Compare `module` with the order that was learnt, or learn it (trace_prologue, record_module)."""
         if self._trace is Trace.complete and self._order[self._step : self._step + 1] != [module]:
             self._trace, self._order, self._uses = Trace.invalid, [], []
             self._fetched_for.clear()
@@ -353,9 +353,9 @@ class Coordinator:
                 self._free(p)
 
     def _may_go(self, module: int) -> set[int]:
-        """Return the parameters of `module` that may be released now; cached for good, like DeepSpeed's.
+        """Return the parameters of `module` that may be released now, because they are not used again soon.
 
-        These are the ones that are not used again soon.
+        The result is cached for good, as in DeepSpeed.
         """
         key = module, self._step
         if key in self._releasable:
