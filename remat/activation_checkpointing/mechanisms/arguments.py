@@ -160,7 +160,7 @@ def has_containers(value: Any) -> bool:
 
 
 class Alias(torch.autograd.Function):
-    """The same storage in a tensor that is no view: an emptied view would still hold its base, and so the memory."""
+    """Makes a tensor on the same storage that is no view: a view would hold its base, even when it is emptied."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ class Replayable:
             return self.function(*self.bound, *args, **given)
 
     def put_state_first(self, args: tuple[Any, ...]) -> tuple[Replayable, tuple[Any, ...]]:
-        """Make the hidden state the first positional argument, where it was given by keyword."""
+        """Return a call with the hidden state as first positional argument, if it was given by keyword."""
         name = next(
             (n for n in self.keywords if n in STATE and isinstance(self.keywords[n], torch.Tensor)), None
         )

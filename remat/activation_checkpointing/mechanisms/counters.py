@@ -107,7 +107,7 @@ class Scope:
             self.in_mlp = before
 
     def later_run(self, layer: int) -> AbstractContextManager[None]:
-        """Wrap the recomputation of a part of `layer`."""
+        """Return the context for the recomputation of a part of `layer`."""
         return self.note_later_run(layer) if self.note_later_run else nullcontext()
 
     def inside(self, layer: int, *, recomputing: bool = False) -> AbstractContextManager[None]:

@@ -237,7 +237,7 @@ class DeepSpeedCheckpointing:
         return output
 
     def reset(self) -> None:
-        """Forget buffers of forwards that had no backward. Not between a forward and its backward."""
+        """Forget buffers of forwards that had no backward. Do not call it between a forward and its backward."""
         offload = self._module._cpu_offload_engine
         # else the reset would wait for copies in vain
         if offload is None or offload._tracker or offload._keep_last:

@@ -93,7 +93,7 @@ class OutputDiscarding:
     def around_forward(self, keep: Pack, restore: Unpack) -> Iterator[None]:
         """Wrap one forward of the layer. `keep` and `restore` store the inputs of its norms and activations.
 
-        Raises PolicyNotApplied when the layer edited an output in place: backward would see it as it was before.
+        Raises PolicyNotApplied if the layer edited an output in place: backward would see the output before the edit.
         """
         self.forward = forward = _LayerForward(keep, restore)
         try:
@@ -108,7 +108,7 @@ class OutputDiscarding:
 
     @property
     def is_running(self) -> bool:
-        """Return whether a region runs for the first time: then all that is saved is its own, weights too."""
+        """Return whether a region runs for the first time: then all that autograd saves is its own, weights too."""
         return self.forward is not None and self.forward.running is not None
 
     def pack(self, tensor: torch.Tensor) -> Handle | None:

@@ -245,7 +245,7 @@ class LayerOffload:
         self._moved.clear()
 
     def backward_begins(self) -> None:
-        """Copy back what this layer and the next one below keep, unless that was done since its forward."""
+        """Copy back what this layer and the next one below keep, unless that was started since its forward."""
         if not self._in_backward:
             self._in_backward = True
             self._owner.backward_reaches(self._index)

@@ -165,13 +165,13 @@ class _Numbers:
         return None, number if number < self.before else number - self.starts[-1] - len(self.owners)
 
     def join(self, layer: int | None, number: int) -> int:
-        """Return the number in the whole model; `layer` is a number of the whole model too."""
+        """Return the number in the whole model of what `split` returned, given the layer in the whole model."""
         if layer is not None:
             return self.whole_starts[layer] + number
         return number if number >= 0 else number + self.whole_starts[-1] + len(self.owners)
 
     def lengthen(self, values: Sequence[Any]) -> list[tuple[Any, int]]:
-        """Return the value for each number of the whole model, shifted from the recorded layer to the whole model's."""
+        """Return (value, layer) for each number of the whole model: the recorded value, and the whole model's layer."""
         found = [(value, 0) for value in values[: self.before]]
         for layer, source in enumerate(self.source):
             found += [(value, layer) for value in values[self.starts[source] : self.starts[source + 1]]]

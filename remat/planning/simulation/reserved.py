@@ -231,7 +231,7 @@ class _MicroBatch:
         self._gathered.change_to(self._coordinator.bytes)
 
     def run(self, trace: array[int], backward_begins_at: int) -> int:
-        """Follow the trace. Gradients and buckets stay: the update needs them. Returns what forward has reserved."""
+        """Follow the trace; return the bytes reserved after forward. Gradients and buckets stay for the update."""
         allocator, after_forward = self._allocator, 0
         live: dict[int, Block] = {}
         for place in range(0, len(trace), 2):

@@ -136,7 +136,7 @@ class ZeroSettings:
     def of(cls, ds: Mapping[str, Any], world_size: int) -> ZeroSettings:
         """Read the settings from the dict that reaches the engine.
 
-        Of `world_size` ranks those share the model states that have the same part of each layer, or the same layers.
+        Model states are sharded over those of the `world_size` ranks that have the same part and stage of the model.
         """
         zero, tensor_ranks = ds["zero_optimization"], ds_config.tensor_ranks(ds)
         stages = ds_config.pipeline_stages(ds)

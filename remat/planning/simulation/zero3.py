@@ -186,7 +186,7 @@ NEVER = -(10**10)
 
 
 class _Bucket:
-    """Parameters gathered by one collective. `flat_bytes` live until the last of them was waited for."""
+    """Parameters gathered by one fetch. `flat_bytes` are allocated until all of them have been waited for."""
 
     def __init__(self, members: list[int], flat_bytes: int) -> None:
         self.members, self.flat_bytes = members, flat_bytes
@@ -204,8 +204,8 @@ class Coordinator:
     """The gathered parameters on one GPU, in `bytes`. `elements` counts what was gathered, over all ranks, and
     `gathered_bytes` the same in bytes.
 
-    `on_change(bytes)` is called whenever the bytes change. Pass it the events of a micro-batch, then again. The
-    steady state begins with the second, which knows the order. Call `optimizer_step` where the engine steps.
+    `on_change(bytes)` is called whenever the bytes change. Pass the events of a micro-batch to `handle`, twice. The
+    steady state begins with the second pass, which knows the order. Call `optimizer_step` where the engine steps.
     """
 
     def __init__(

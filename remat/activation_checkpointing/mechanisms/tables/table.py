@@ -35,7 +35,7 @@ class Table:
 
 Maker = Callable[[Any], None]  # fn(frame): makes a value in the frame
 
-NOTHING = Table()  # keeps what cannot be made again
+NOTHING = Table()  # keeps only what cannot be recomputed
 
 
 class Fate(Enum):
