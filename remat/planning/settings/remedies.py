@@ -23,7 +23,7 @@ SHRINKS_BELOW = 0.995  # share of the bytes without the remedy: a remedy that le
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that is known to save memory. `words` returns its overrides for the run of a plan; None: it has them.
+    """A change that is known to save memory. `words` returns its overrides for a planned run; None: the run has them.
 
     If the change is not enough, it is estimated with SAVING_MOST too, unless `alone`; then with OFFLOADING besides, if
     `offloads`.
