@@ -295,8 +295,8 @@ def seconds_by_bound(simulation: Simulation, machine: Machine) -> dict[str, tupl
     found = {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
     no_arithmetic = replace(machine, matmul_tflops=math.inf, attention_tflops=math.inf)
     for op, count in Counter(simulation.ops).items():
-        if op.phase is Phase.step or not (op.flops or op.bytes):
-            continue
+        if op.phase is Phase.step or op.kind in ("exchange", "sum") or not (op.flops or op.bytes):
+            continue  # exchanges and sums wait for a link, which `price` does not know
         both, launch = found["forward" if op.phase is Phase.forward else "backward"], machine.launch_us or 0.0
         seconds = price(op, machine, on_gpu=True)
         bound_by_arithmetic = seconds > price(op, no_arithmetic, on_gpu=True)

@@ -17,6 +17,7 @@ from remat.config.options import ConfigError
 from remat.machine import gpus
 from remat.planning import budget, retune
 from remat.planning.plan import Recordings, make_plan
+from remat.planning.step_time import seconds_by_bound
 
 WORDS = [
     "recipe=tiny_zero3_offload",
@@ -143,3 +144,18 @@ def test_runs_that_cannot_be_used_are_refused_with_the_reason(write_run: Callabl
     refuse("no measured seconds of forward, backward, optimizer", write_run({}))
     fp32 = [*WORDS, "train.precision=fp32", "checkpointing.budget_gib=2"]
     refuse("its seconds were not planned", write_run(PHASES_S, words=fp32))
+
+
+def test_exchanges_between_ranks_are_waits(known: Recordings) -> None:
+    """Arithmetic and traffic are those of one rank's own operations."""
+    words = [
+        *(word for word in WORDS if "budget" not in word),
+        "checkpointing=full",
+        "train.global_batch_size=2",
+    ]
+    words = [*words, "hardware=2x4090", "train.sequence_parallel_size=2", "model.attention=eager"]
+    planned = make_plan(compose.from_command_line(words).run, recordings=known)
+    assert any(operation.kind == "exchange" for operation in planned.simulation.ops)
+    parts = seconds_by_bound(planned.simulation, gpus.machine(planned.cfg.hardware))
+    for phase, (arithmetic, traffic) in parts.items():
+        assert 0 < arithmetic + traffic < planned.time.phases_s[phase]
