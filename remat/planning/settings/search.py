@@ -44,7 +44,7 @@ NEARLY_ALL_KEPT = 1.1  # times the step of keeping all: if tables take no longer
 TRIED_FOR_CLOSEST = 3
 FASTER = 0.03  # share of a step's time: for a run that fits, smaller gains are not reported
 ADVICE_S = 20.0  # CPU seconds that advice may take; wall time would let other load change the advice
-REMEDIES_SHARE, LOOK_SHARE, CHANGES_SHARE = 0.5, 0.75, 0.85  # shares of that time after which each part stops
+REMEDIES_SHARE, LOOK_SHARE, CHANGES_SHARE = 0.3, 0.5, 0.6  # shares of that time after which each part stops
 Candidate = tuple[Option, ...]
 
 

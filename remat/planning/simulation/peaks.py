@@ -42,6 +42,7 @@ class Gradients:
         self._as_it_goes = stage >= 2 or (stage == 1 and settings.overlap_comm and not accumulating)
         self._whole: set[int] = set(trained) if accumulating and not self._as_it_goes else set()
         self._waiting: list[int] = []  # for the next reduction
+        self._waiting_elements = 0
         self._too_large: set[int] = set()  # gradients larger than the bucket
         self._earlier = self._shard_bytes if accumulating and stage == 2 else 0
         self._shards = 0
@@ -64,10 +65,10 @@ class Gradients:
             self._whole.add(parameter)
             return worst
         size, elements = self._settings.reduce_bucket_size, self._of.elements[parameter]
-        filled = sum(self._of.elements[p] for p in self._waiting)
-        if filled and filled + elements > size:
+        if self._waiting and self._waiting_elements + elements > size:
             worst = self._reduce()
         self._waiting.append(parameter)
+        self._waiting_elements += elements
         if elements > size:
             self._too_large.add(parameter)
         return worst
@@ -90,7 +91,7 @@ class Gradients:
         (stage_1_and_2.py:2184, 2262). Stage 3 copies its bucket to cut it by ranks, unless it is one gradient
         that divides (coalesced_collectives.py:102).
         """
-        members, self._waiting = self._waiting, []
+        members, self._waiting, self._waiting_elements = self._waiting, [], 0
         if self._settings.stage < 3:
             if self._owned.intersection(members):
                 self._shards = self._shard_bytes
