@@ -6,9 +6,6 @@ of the host: they say how far apart two runs are that round differently. Each ru
 of one core; what was measured is kept, so that the script can be stopped and started again.
 
     python benchmarks/optimizer_states.py [--only NAME ...]
-
-With --again runs are repeated and kept beside the others, under `again`: how far apart are two runs of the same words
-at two commits? Each goes on from what `adamw` reached in the same repetition.
 """
 
 from __future__ import annotations
@@ -55,19 +52,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=list(STATES), choices=list(STATES))
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "remat_optimizer_states")
-    parser.add_argument("--again", action="store_true", help="repeat runs, in another --work")
     args = parser.parse_args()
     for part in ("from scratch", "go on"):
         for name in args.only:
-            measure(part, name, args.work, "again" if args.again else "losses")
+            measure(part, name, args.work)
 
 
-def measure(part: str, name: str, work: Path, among: str) -> None:
-    """Run one piece of training and add its losses to the result file, `among` those; nothing where they are there."""
+def measure(part: str, name: str, work: Path) -> None:
+    """Run one piece of training and add its losses to the result file; do nothing where they are there."""
     from benchmarks.environment import environment
 
     result: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    key, kept = f"{part}: {name}", result.setdefault(among, {})
+    key, kept = f"{part}: {name}", result.setdefault("losses", {})
     if key in kept:
         return
     words = [*COMMON, f"output_dir={work}", f"name={folder_of(key)}", *STATES[name]]
