@@ -255,7 +255,7 @@ class Region:
             )
             raise PolicyNotApplied(
                 f"checkpointing.discard_modules: in layer {self._owner.index} the {edited} ({self.name}; Mixtral does "
-                "this with router_jitter_noise > 0), so it cannot be made again; leave the role {self.role} out or "
+                f"this with router_jitter_noise > 0), so it cannot be made again; leave the role {self.role} out or "
                 "use checkpointing=full"
             )
 
