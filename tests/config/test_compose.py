@@ -397,7 +397,7 @@ def finished(cfg: compose.DictConfig) -> tuple[compose.RunConfig, str]:
     return run, write_yaml()
 
 
-@pytest.mark.parametrize("group", ["checkpointing=none", "recipe=llama8b_qlora_1x24"])
+@pytest.mark.parametrize("group", ["checkpointing=none", "recipe=llama8b_zero3_offload_optimizer"])
 def test_the_last_of_two_choices_of_a_group_holds_as_in_hydra(group: str) -> None:
     words = ["recipe=tiny_zero3_offload", group, "checkpointing=full", "checkpointing=offload"]
     quick = compose._with_values(words)
