@@ -78,7 +78,7 @@ def _check_what_is_there(cfg: RunConfig) -> None:
     here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or ranks
     if os.environ.get("RANK", "0") != "0" or here != ranks:
         return
-    if problems := paths.state_problems(cfg) + first_look.file_problems(cfg.data):
+    if problems := paths.state_problems(cfg) + first_look.file_problems(cfg.data, cfg.model):
         raise ConfigError("\n".join(problems))
 
 

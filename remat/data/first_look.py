@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from remat.config import validation
 from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource, ModelConfig
-from remat.data.formats import NO_TEMPLATE, check_template, needs_template, read_template
+from remat.data.formats import (
+    NO_TEMPLATE,
+    WITHOUT_TEMPLATE,
+    check_template,
+    needs_template,
+    read_template,
+)
 from remat.data.sources import find_format, local_files, refuse_trained
 
 if TYPE_CHECKING:
@@ -23,16 +29,30 @@ class FirstLook(NamedTuple):
     tokenizer: PreTrainedTokenizerBase | None
 
 
-def file_problems(data: DataConfig) -> list[str]:
+def file_problems(data: DataConfig, model: ModelConfig) -> list[str]:
     """Return the problems of local files, their first rows and the chat template's file. Imports no torch."""
-    local = all(source.source is DataSource.files for source in data.sources().values())
-    problems = _look_at_rows(data)[1] if local else []
+    problems = list[str]()
+    if all(source.source is DataSource.files for source in data.sources().values()):
+        data, problems = _look_at_rows(data)
+    if any(map(needs_template, data.sources().values())) and _lacks_template(data, model):
+        problems.append(WITHOUT_TEMPLATE)
     if data.chat_template not in (None, NO_TEMPLATE):
         try:
             read_template(data.chat_template)
         except ConfigError as error:
             problems.append(str(error))
     return problems
+
+
+def _lacks_template(data: DataConfig, model: ModelConfig) -> bool:
+    """Return whether the files of the tokenizer show that there is no chat template."""
+    if data.chat_template is not None:
+        return data.chat_template == NO_TEMPLATE
+    folder = Path(model.tokenizer or model.path or "bytes")
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file() or any(folder.glob("*chat_template*")):
+        return False
+    return '"chat_template"' not in settings.read_text(errors="replace")
 
 
 def look_first(data: DataConfig, model: ModelConfig) -> FirstLook:

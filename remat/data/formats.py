@@ -44,6 +44,11 @@ REMEDY = (
     "name it with data.chat_template"
 )
 PROBE = "PROBE OF CONTENT"  # replaces the content of a turn; any text that no template writes
+WITHOUT_TEMPLATE = (
+    "chats need a chat template, and this tokenizer has none: name one with data.chat_template=FILE_OR_FOLDER, "
+    "or an instruct model's tokenizer with model.tokenizer (alpaca rows go without one too: "
+    "data.alpaca_prompt=stanford)"
+)
 Spans = list[tuple[int, int]]
 
 # Source: tatsu-lab/stanford_alpaca, train.py (PROMPT_DICT), with a line break after "Response:".
@@ -315,11 +320,7 @@ def _in_settings(file: Path, named: str) -> str:
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError for a tokenizer that cannot encode chats."""
     if not tokenizer.chat_template:
-        raise ConfigError(
-            "chats need a chat template, and this tokenizer has none: name one with data.chat_template=FILE_OR_FOLDER, "
-            "or an instruct model's tokenizer with model.tokenizer (alpaca rows go without one too: "
-            "data.alpaca_prompt=stanford)"
-        )
+        raise ConfigError(WITHOUT_TEMPLATE)
     if not tokenizer.is_fast:
         raise ConfigError(
             "chats need a tokenizer with offsets (a 'fast' one), and "

@@ -13,7 +13,7 @@ import pytest
 
 from remat.config import compose
 from remat.config.options import ConfigError, DataFormat, Packing, RunConfig
-from remat.data import first_look
+from remat.data import first_look, formats
 from remat.data.build import NoRoom
 from remat.data.first_look import look_first
 from remat.model import hf_model
@@ -73,7 +73,7 @@ def test_wrong_files_are_told_without_torch(tmp_path: Path) -> None:
     words = ["recipe=tiny_zero3_offload", "data=files", f"data.path={path}", chat]
     look = (
         "import sys; from remat.config import compose; from remat.data import first_look;"
-        "print(*first_look.file_problems(compose.compose_run(sys.argv[1:]).run.data));"
+        "run = compose.compose_run(sys.argv[1:]).run; print(*first_look.file_problems(run.data, run.model));"
         "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
     told = subprocess.run(
@@ -82,10 +82,33 @@ def test_wrong_files_are_told_without_torch(tmp_path: Path) -> None:
     assert "has the fields question, answer" in told and f"{chat} is no Jinja template" in told
     assert told.endswith("\n['transformers']\n")
     path.write_text(json.dumps([{"text": "a"}]))
-    (trained,) = first_look.file_problems(run_of(*words[1:3], f"data.eval_path={path}").data)
+    cfg = run_of(*words[1:3], f"data.eval_path={path}")
+    (trained,) = first_look.file_problems(cfg.data, cfg.model)
     assert trained.startswith(
         f"{path} is in data.path={path} and in data.eval_path={path}: evaluation would be on"
     )
+
+
+def test_chats_without_a_template_are_told_by_the_files_of_the_tokenizer(tmp_path: Path) -> None:
+    path, folder = tmp_path / "a.jsonl", tmp_path / "tokenizer"
+    folder.mkdir()
+    path.write_text(json.dumps({"messages": [{"role": "assistant", "content": "a"}]}))
+    settings = folder / "tokenizer_config.json"
+
+    def problems(*words: str) -> list[str]:
+        cfg = run_of("data=files", f"data.path={path}", f"model.tokenizer={folder}", *words)
+        return first_look.file_problems(cfg.data, cfg.model)
+
+    assert problems() == []  # another kind of tokenizer: it is loaded first
+    settings.write_text("{}")
+    assert problems() == [formats.WITHOUT_TEMPLATE]
+    assert problems("data.chat_template=none") == problems("data.format=chat") == [formats.WITHOUT_TEMPLATE]
+    assert problems("model.tokenizer=bytes") == []
+    settings.write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert problems() == []
+    settings.write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert problems() == []
 
 
 def test_options_that_would_do_nothing_for_the_format_that_was_found_are_told(tmp_path: Path) -> None:
