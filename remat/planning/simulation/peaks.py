@@ -65,7 +65,7 @@ class Gradients:
             self._whole.add(parameter)
             return worst
         size, elements = self._settings.reduce_bucket_size, self._of.elements[parameter]
-        if self._waiting and self._waiting_elements + elements > size:
+        if self._waiting_elements and self._waiting_elements + elements > size:
             worst = self._reduce()
         self._waiting.append(parameter)
         self._waiting_elements += elements
