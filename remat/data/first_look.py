@@ -15,7 +15,7 @@ from remat.data.formats import (
     needs_template,
     read_template,
 )
-from remat.data.sources import find_format, local_files, refuse_trained
+from remat.data.sources import describe_trained, find_format, local_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,10 +121,8 @@ def _trained_too(data: DataConfig) -> list[str]:
             local_files(source, path, option)
             for path, option in ((source.path, "data.path"), (source.eval_path, "data.eval_path"))
         )
-        try:
-            refuse_trained(source, trained & held_out)
-        except ConfigError as error:
-            found.append(_of(name, error))
+        if problem := describe_trained(source, trained & held_out):
+            found.append(_of(name, problem))
     return found
 
 

@@ -156,10 +156,16 @@ def local_files(cfg: DataConfig, path: Any, option: str) -> frozenset[Path]:
 
 
 def refuse_trained(cfg: DataConfig, held_out: Iterable[Path]) -> None:
-    """Raise ConfigError if any file is in `held_out`, the held-out files that are trained too."""
-    if both := sorted(held_out):
-        more = f" and {len(both) - 1} more files are" if len(both) > 1 else " is"
-        raise ConfigError(f"{both[0]}{more} {in_both(cfg)}")
+    """Raise ConfigError if there are `held_out` files, which are trained too."""
+    if problem := describe_trained(cfg, held_out):
+        raise ConfigError(problem)
+
+
+def describe_trained(cfg: DataConfig, held_out: Iterable[Path]) -> str:
+    """Return what is wrong with `held_out` files that are trained too; "" if there are none."""
+    both = sorted(held_out)
+    more = f" and {len(both) - 1} more files are" if len(both) > 1 else " is"
+    return f"{both[0]}{more} {in_both(cfg)}" if both else ""
 
 
 def in_both(cfg: DataConfig) -> str:
