@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from remat.planning.simulation import zero3
 from remat.planning.simulation.timeline import KINDS, Part, Ready, Snapshot
 from remat.planning.simulation.types import Category, Moment, Phase, ZeroSettings
-from remat.planning.simulation.zero3 import Event, Kind, Parameters
+from remat.planning.simulation.zero3 import Event, Gathers, Parameters
 
 IN_BACKWARD = {"gradients", "reduction buckets"}  # of planning.model_states, counted here below stage 3
 ALLREDUCE_ELEMENTS = 500_000_000  # runtime/engine.py:3921
@@ -145,60 +144,57 @@ class Peaks:
     by_part: Mapping[str, Moment]
 
 
-def find(parts: list[Part], backward_begins_at: int, parameters: Parameters, zero: ZeroSettings) -> Peaks:
+def find(
+    parts: list[Part], backward_begins_at: int, parameters: Parameters, zero: ZeroSettings, gathers: Gathers
+) -> Peaks:
     """Return the peaks of forward and of backward under `zero`, on the rank with the highest peak.
 
-    `parts` are a Timeline's. Below stage 3 the last rank owns the gradients that come first, the first rank
+    `parts` are a Timeline's. `gathers` is what their events gather. Below stage 3 the last rank owns the gradients that come first, the first rank
     those that come last.
     """
     ranks = {0, zero.world_size - 1} if zero.stage in (1, 2) else {0}
-    found = [_Replay(parts, parameters, zero, rank).run(backward_begins_at) for rank in sorted(ranks)]
+    found = [_Replay(parts, parameters, zero, gathers, rank).run(backward_begins_at) for rank in sorted(ranks)]
     return max(found, key=lambda peaks: peaks.backward.total_bytes)
 
 
 class _Replay:
-    def __init__(self, parts: list[Part], parameters: Parameters, zero: ZeroSettings, rank: int) -> None:
-        self._parts = parts
-        self._gathered = self._gathered_at_most = 0
-        if zero.stage < 3:  # the threshold has no meaning there
-            zero = replace(zero, param_persistence_threshold=-1)
-        events = [part.cut for part in parts if isinstance(part.cut, Event)]
-        self._coordinator = zero3.steady(parameters, [*events, Event(Kind.end)], zero, self._on_change)
-        self._gathered = self._coordinator.bytes
+    def __init__(
+        self, parts: list[Part], parameters: Parameters, zero: ZeroSettings, gathers: Gathers, rank: int
+    ) -> None:
+        self._parts, self._gathers = parts, gathers
         self._gradients = Gradients(parameters, zero, rank=rank)
         self._best: dict[Phase, Moment] = {}
         self._by_part: dict[str, Moment] = {}
         self._curve: list[Instant] = []
 
-    def _on_change(self, gathered: int) -> None:
-        self._gathered = gathered
-        self._gathered_at_most = max(self._gathered_at_most, gathered)
-
     def run(self, backward_begins_at: int) -> Peaks:
-        phase, gradients = Phase.forward, self._gradients
+        phase, gradients, gathered = Phase.forward, self._gradients, self._gathers.start_bytes
+        changes = iter(self._gathers.changes)
         for index, part in enumerate(self._parts):
             if index == backward_begins_at:
                 phase = Phase.backward
             held = gradients.kept_bytes, gradients.bucket_bytes
-            self._gathered_at_most = self._gathered
+            at_most = gathered
             if isinstance(part.cut, Event):
-                self._coordinator.handle(part.cut)
+                after = next(changes)
+                at_most = max(gathered, *after) if after else gathered
+                gathered = after[-1] if after else gathered
             elif isinstance(part.cut, Ready):
                 held = gradients.ready(part.cut.parameter)
-            self._offer(phase, part.at_cut, self._gathered_at_most, *held)
-            now = self._gathered, gradients.kept_bytes, gradients.bucket_bytes
+            self._offer(phase, part.at_cut, at_most, *held)
+            now = gathered, gradients.kept_bytes, gradients.bucket_bytes
             self._offer(phase, part.peak, *now)
             for local in part.of_place.values():
                 self._offer_part(phase, local, *now)
-            self._offer_part(phase, part.at_cut, self._gathered_at_most, *held)
+            self._offer_part(phase, part.at_cut, at_most, *held)
         end = self._parts[-1].at_cut._replace(layer=None, operation="reduction of gradients")
-        last = self._gathered, *gradients.backward_ends()
+        last = gathered, *gradients.backward_ends()
         self._offer(Phase.backward, end, *last)
         self._offer_part(Phase.backward, end, *last)
         return Peaks(
             self._best[Phase.forward],
             self._best[Phase.backward],
-            self._coordinator.gathered_bytes,
+            self._gathers.gathered_bytes,
             self._curve,
             self._by_part,
         )

@@ -13,14 +13,13 @@ from __future__ import annotations
 import bisect
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from remat.config.units import MIB
-from remat.planning.simulation import zero3
 from remat.planning.simulation.peaks import Gradients
 from remat.planning.simulation.timeline import Part, Ready
 from remat.planning.simulation.types import ZeroSettings
-from remat.planning.simulation.zero3 import Event, Kind, Parameters
+from remat.planning.simulation.zero3 import Event, Gathers, Parameters
 
 SMALLEST, SMALL, OWN_FROM = 512, MIB, 10 * MIB
 SMALL_SEGMENT, LARGE_SEGMENT, ROUND_LARGE = 2 * MIB, 20 * MIB, 2 * MIB
@@ -185,6 +184,7 @@ def replay(
     parts: Sequence[Part],
     parameters: Parameters,
     zero: ZeroSettings,
+    gathers: Gathers,
     around: Around,
     *,
     expandable: bool,
@@ -200,7 +200,7 @@ def replay(
         allocator.malloc(size)
     reached = [allocator.reserved_bytes]
     for first in (True, False):
-        micro_batch = _MicroBatch(allocator, parts, parameters, zero)
+        micro_batch = _MicroBatch(allocator, parts, parameters, zero, gathers)
         reached.append(micro_batch.run(trace, backward_begins_at))
         reached.append(allocator.reserved_bytes)
         if first:
@@ -216,19 +216,21 @@ def replay(
 
 class _MicroBatch:
     def __init__(
-        self, allocator: CachingAllocator, parts: Sequence[Part], parameters: Parameters, zero: ZeroSettings
+        self,
+        allocator: CachingAllocator,
+        parts: Sequence[Part],
+        parameters: Parameters,
+        zero: ZeroSettings,
+        gathers: Gathers,
     ) -> None:
         self._allocator, self._parts = allocator, parts
-        if zero.stage < 3:  # the threshold has no meaning there
-            zero = replace(zero, param_persistence_threshold=-1)
         apart = zero.overlap_comm and zero.stage == 3
         self._gathered = _Held(allocator, GATHERS if apart else COMPUTE)
         self._kept = _Held(allocator, COMPUTE)
         self._bucket = _Held(allocator, REDUCTIONS if apart else COMPUTE)
         self._gradients = Gradients(parameters, zero)
-        events = [part.cut for part in parts if isinstance(part.cut, Event)]
-        self._coordinator = zero3.steady(parameters, [*events, Event(Kind.end)], zero, self._gathered.change_to)
-        self._gathered.change_to(self._coordinator.bytes)
+        self._changes = iter(gathers.changes)
+        self._gathered.change_to(gathers.start_bytes)
 
     def run(self, trace: array[int], backward_begins_at: int) -> int:
         """Follow the trace; return the bytes reserved after forward. Gradients and buckets stay for the update."""
@@ -256,7 +258,8 @@ class _MicroBatch:
 
     def _at(self, part: Part) -> None:
         if isinstance(part.cut, Event):
-            self._coordinator.handle(part.cut)
+            for total in next(self._changes):
+                self._gathered.change_to(total)
         elif isinstance(part.cut, Ready):
             self._hold(*self._gradients.ready(part.cut.parameter))
         self._hold(self._gradients.kept_bytes, self._gradients.bucket_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from remat.planning.simulation import peaks, reserved, zero3
 from remat.planning.simulation.repeat import Owners, Repeat, repeated, sources
 from remat.planning.simulation.timeline import Place, Record, Scope, Timeline
 from remat.planning.simulation.types import Phase, Simulation, ZeroSettings
-from remat.planning.simulation.zero3 import Parameters
+from remat.planning.simulation.zero3 import Event, Gathers, Parameters
 
 Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
 Given = Callable[[dict[str, Tensor]], dict[str, Any]]
@@ -31,6 +31,7 @@ class Recording:
     # what the layers under a table compute and save
     graphs: Mapping[int, Any] = field(default_factory=dict)
     places: Sequence[Place] = ()  # where the parts of the timeline begin
+    _gathers: dict[ZeroSettings, Gathers] = field(default_factory=dict)  # what ZeRO-3 gathers, once for each setting
 
     def under(self, zero: ZeroSettings) -> Simulation:
         """Return the simulation under `zero`.
@@ -66,6 +67,7 @@ class Recording:
             timeline.parts,
             self.parameters,
             zero,
+            self._gathers_under(zero),
             around,
             expandable=expandable,
             backward_begins_at=timeline.backward_begins_at,
@@ -73,7 +75,17 @@ class Recording:
 
     def _peaks(self, zero: ZeroSettings) -> peaks.Peaks:
         timeline = self.timeline
-        return peaks.find(timeline.parts, timeline.backward_begins_at, self.parameters, zero)
+        gathers = self._gathers_under(zero)
+        return peaks.find(timeline.parts, timeline.backward_begins_at, self.parameters, zero, gathers)
+
+    def _gathers_under(self, zero: ZeroSettings) -> Gathers:
+        if zero not in self._gathers:
+            settings = zero
+            if zero.stage < 3:  # the threshold has no meaning there
+                settings = replace(zero, param_persistence_threshold=-1)
+            events = [part.cut for part in self.timeline.parts if isinstance(part.cut, Event)]
+            self._gathers[zero] = zero3.find_gathers(self.parameters, events, settings)
+        return self._gathers[zero]
 
 
 def run(

@@ -456,6 +456,32 @@ def steady(
     return coordinator
 
 
+@dataclass(frozen=True)
+class Gathers:
+    """What is gathered on one GPU in each micro-batch after the second.
+
+    `start_bytes` are there when it begins. `changes` has for each event the bytes after each change, in order.
+    `gathered_bytes` counts all that is gathered, over all ranks.
+    """
+
+    start_bytes: int
+    changes: list[list[int]]
+    gathered_bytes: int
+
+
+def find_gathers(parameters: Parameters, events: Sequence[Event], settings: ZeroSettings) -> Gathers:
+    """Return what the coordinator gathers at each of `events`, which are those of a micro-batch without its end."""
+    changes: list[list[int]] = []
+    coordinator = steady(
+        parameters, [*events, Event(Kind.end)], settings, lambda gathered: changes[-1].append(gathered)
+    )
+    start_bytes = coordinator.bytes
+    for event in events:
+        changes.append([])
+        coordinator.handle(event)
+    return Gathers(start_bytes, changes, coordinator.gathered_bytes)
+
+
 def elements_without_reuse(parameters: Parameters, events: Sequence[Event]) -> int:
     """Return the most elements that ZeRO-3 gathers in a micro-batch: nothing prefetched, nothing kept between uses."""
     off = ZeroSettings(stage=3, world_size=1, reduce_bucket_size=0, overlap_comm=False)
