@@ -22,6 +22,7 @@ import functools
 import itertools
 import json
 import math
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +61,7 @@ FIRST_CORNERS = 6  # parts of the last layer's frontier whose ends are tried bef
 LITTLE = 0.05  # share of recomputation: if a climb saves less, more kept bytes may lower the peak
 WORKSPACE = 0.05  # share of a budget by which the fewest kept bytes may exceed it: more may need less
 NANO = 1e9
+CUT_SHORT = "the time was up before all tables were tried: a faster one may fit"
 MORE_OFFLOAD = "; checkpointing.offload.enabled=true lets tables move to the host too"
 POOLED = 0.8  # usable share of free host memory: buffers fill at least so much of their blocks
 
@@ -92,6 +94,10 @@ class NoRoom(ConfigError):
     def __init__(self, text: str, least_bytes: int = 0) -> None:
         super().__init__(text)
         self.least_bytes = least_bytes
+
+
+class TimeIsUp(ConfigError):
+    """Error: no plan within the budget was found before the time was up."""
 
 
 Plan = Callable[[list[LayerDecision]], Trial]
@@ -133,20 +139,58 @@ def choose(
     on_gpu: bool,
     known: Corners | None = None,
     in_flight: int | None = None,
+    until: float = math.inf,
 ) -> Choice:
-    """Return the chosen plan, its decisions, and the reason if it has no table.
+    """Return the chosen plan, its decisions, and the reason if it has no table, or CUT_SHORT.
 
     `gpu_bytes` is the memory of the GPU; None: unknown. `known` caches the frontier of each layer. `in_flight` is the
-    number of micro-batches whose kept values a stage holds; None: there are no stages. Raises NoRoom if nothing fits
-    the budget, ConfigError for a table that does not suit the model.
+    number of micro-batches whose kept values a stage holds; None: there are no stages. After `until`, a time by
+    time.process_time(), no plan is begun but the first: the fastest so far is returned. Raises NoRoom if nothing fits
+    the budget, TimeIsUp if nothing was found by then, ConfigError for a table that does not suit the model.
     """
     if cfg.table is not None:
         least = plan(decisions)
         given = _read(Path(cfg.table).expanduser(), decisions, least.graphs, cfg.offload.dtype)
         return plan(given), given, ""
     limit = limit_bytes(cfg, gpu_bytes, on_gpu=on_gpu)
-    least = plan(decisions)
+    in_time = _InTime(plan, limit, until)
     prices = Prices(machine, {} if known is None else known, on_gpu=on_gpu)
+    try:
+        return _search(cfg, decisions, in_time, prices, limit, in_flight)
+    except TimeIsUp:
+        if in_time.best is None:
+            raise
+        return *in_time.best, CUT_SHORT
+
+
+class _InTime:
+    """A `plan` that raises TimeIsUp after `until`, but never the first time. `best`: the fastest so far that fits."""
+
+    def __init__(self, plan: Plan, limit: int, until: float) -> None:
+        self._plan, self._limit, self._until = plan, limit, until
+        self._has_begun = False
+        self.best: tuple[Trial, list[LayerDecision]] | None = None
+
+    def __call__(self, decisions: list[LayerDecision]) -> Trial:
+        if self._has_begun and time.process_time() > self._until:
+            raise TimeIsUp(f"{CHOICE}: no table that fits was found before the time was up")
+        self._has_begun = True
+        trial = self._plan(decisions)
+        if trial.needed_bytes <= self._limit and (self.best is None or trial.speed < self.best[0].speed):
+            self.best = trial, decisions
+        return trial
+
+
+def _search(
+    cfg: CheckpointingConfig,
+    decisions: list[LayerDecision],
+    plan: Plan,
+    prices: Prices,
+    limit: int,
+    in_flight: int | None,
+) -> Choice:
+    """Return what `choose` returns, for tables that are to be chosen."""
+    least = plan(decisions)
     started = [(least, decisions, prices.frontiers(least.graphs))]
     if cfg.offload.enabled and least.graphs:
         corners = prices.frontiers(least.graphs, find_links(cfg, len(decisions), least, prices))
@@ -158,8 +202,9 @@ def choose(
         if in_flight is None:  # in a stage the backward of its last layer follows other micro-batches
             found = _set_last_apart(found, start, fewest, plan, points, limit, cfg.offload.dtype)
         if found:
-            climbed.append(_keep_last(found, plan))
+            climbed.append(found)
     best = min(climbed, key=lambda found: found[0].speed, default=None)
+    best = best and _keep_last(best, plan)
     # checkpointing=full recomputes at least as much as `least`, so that it cannot be faster here.
     if best and 2 * best[0].recomputed_flops < least.recomputed_flops:
         return *best, ""
@@ -188,6 +233,7 @@ def choose_in_stages(
     gpu_bytes: int | None,
     on_gpu: bool,
     known: Corners,
+    until: float = math.inf,
 ) -> list[Choice]:
     """Return what `choose` returns, for each stage by itself: no stage uses the memory of another.
 
@@ -214,6 +260,7 @@ def choose_in_stages(
                 on_gpu=on_gpu,
                 known=known,
                 in_flight=stage.in_flight,
+                until=until,
             )
             found.append((trial, decisions, because and f"stage {number}: {because}"))
         except NoRoom as error:

@@ -6,6 +6,7 @@ is the persistent bytes plus the largest total of temporary bytes at one instant
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -519,6 +520,11 @@ class Planned:
     table: dict[str, Any] | None = None  # of checkpointing=budget, as the run writes it to a file
     stages: list[StagePlan] = field(default_factory=list)  # `plan` is that of the fullest; [] without stages
 
+    @property
+    def is_cut_short(self) -> bool:
+        """Return whether the search for tables ended before its end."""
+        return budget.CUT_SHORT in self.strategy.decided_because
+
     def simulation_of(self, stage: int) -> Simulation:
         return self.stages[stage].simulation if self.stages else self.simulation
 
@@ -537,19 +543,23 @@ def make_plan(
     decided: strategy.Strategy | None = None,
     on_gpu: bool = True,
     recordings: Recordings | None = None,
+    until: float = math.inf,
 ) -> Planned:
     """Plan the run of `cfg` on its own machine (or `world_size` ranks and `capacity`). Raises ConfigError.
 
     A `decided` strategy is used as it is instead of being resolved again. `on_gpu` is false for ranks that
     compute on CPUs, whose only memory is the host's. `recordings` holds what earlier plans recorded: a plan
-    that differs from one of them only in ZeRO's settings or machine records nothing.
+    that differs from one of them only in ZeRO's settings or machine records nothing. `until`, a time by
+    time.process_time(), ends the search for tables: `is_cut_short` tells whether it did.
     """
     ranks = world_size or cfg.hardware.ranks
     validation.check_plan(cfg)
     decided = decided or strategy.decide(cfg, world_size=ranks, can_pin=on_gpu)
     known = recordings or Recordings()
     if decided.stages is not None:
-        return _plan_stages(cfg, decided, known, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
+        return _plan_stages(
+            cfg, decided, known, world_size=ranks, capacity=capacity, on_gpu=on_gpu, until=until
+        )
     plan = _planner(cfg, decided, known, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
     if tiling.is_open(decided.decisions):
         trial, because = tiling.choose(decided.decisions, plan)
@@ -566,6 +576,7 @@ def make_plan(
         gpu_bytes=(capacity or capacity_of(cfg.hardware)).gpu_bytes,
         on_gpu=on_gpu,
         known=known.corners,
+        until=until,
     )
     chosen = _with_table(trial, decisions, cfg, because or decided.decided_because)
     return _both_segments(chosen, known, on_gpu=on_gpu)
@@ -579,6 +590,7 @@ def _plan_stages(
     world_size: int,
     capacity: Capacity | None,
     on_gpu: bool,
+    until: float,
 ) -> Planned:
     """Plan a rank of each stage. Return the plan of the fullest stage, with the time of a step through all stages."""
     stages = decided.stages
@@ -601,7 +613,9 @@ def _plan_stages(
         )
         for stage, like in enumerate(strategy.find_like(cfg, decided))
     ]
-    decided, trials, table = _choose_in_stages(cfg, decided, parts, known, capacity=capacity, on_gpu=on_gpu)
+    decided, trials, table = _choose_in_stages(
+        cfg, decided, parts, known, capacity=capacity, on_gpu=on_gpu, until=until
+    )
     every: list[Planned] = [trial.made for trial in trials]
     sent = [_sent_bytes(cfg, decided, stage) for stage in range(stages.size)]
     fullest = max(every, key=lambda made: needed_bytes(made, GPU_MEMORY) if on_gpu else made.plan.peak_bytes)
@@ -636,6 +650,7 @@ def _choose_in_stages(
     *,
     capacity: Capacity | None,
     on_gpu: bool,
+    until: float,
 ) -> tuple[strategy.Strategy, list[Trial], dict[str, Any] | None]:
     """Return the strategy with the decisions of all stages, the trial of each, and the record of their tables."""
     if not budget.is_open(decided.decisions):
@@ -647,6 +662,7 @@ def _choose_in_stages(
         gpu_bytes=(capacity or capacity_of(cfg.hardware)).gpu_bytes,
         on_gpu=on_gpu,
         known=known.corners,
+        until=until,
     )
     trials = [trial for trial, _, _ in chosen]
     because = "; ".join(text for _, _, text in chosen if text) or decided.decided_because

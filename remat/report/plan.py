@@ -350,7 +350,8 @@ def _show_change(change: Setting, planned: Planned, console: Console) -> None:
     words = " ".join(shlex.quote(word) for word in change.overrides) or "(no change)"
     console.print(f"    {words}", style="cyan", soft_wrap=True)
     time, before = change.planned.time, planned.time
-    seconds = f"{time.total_s:.3g} s" if not time.unknown else "time not known"
+    at_most = "at most " * change.planned.is_cut_short  # a faster table may fit
+    seconds = f"{at_most}{time.total_s:.3g} s" if not time.unknown else "time not known"
     if time.between:
         seconds = f"{time.between[0]:.3g} to {time.between[1]:.3g} s"
     if before.tokens_per_s and time.tokens_per_s and not (time.unknown or before.unknown):

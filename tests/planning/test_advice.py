@@ -118,6 +118,7 @@ def test_the_json_of_advice_is_complete(found: search.Advice) -> None:
             "changes_training",
             "fits",
             "step_time_s",
+            "is_cut_short",
             "tokens_per_s",
             "unknown_times",
             "gpu_needed_bytes",

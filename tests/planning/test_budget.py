@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,16 +116,50 @@ def test_the_last_layer_keeps_all_where_that_needs_no_memory(needs_bytes: int) -
     assert trial.seconds == (2.0 if needs_bytes else 1.0)
 
 
-@pytest.mark.parametrize("share", [0.04, 0.5])
-def test_a_peak_that_falls_with_more_bytes_is_met(share: float) -> None:
-    """What is dear to make again needs room of its own in the backward of a layer that does not keep it."""
+@pytest.mark.parametrize("until", [math.inf, 0.0])
+def test_when_the_time_is_up_the_fastest_table_so_far_is_taken(until: float) -> None:
+    graphs = few_values().graphs()
+    asked: list[int] = []
+
+    def plan_of(tried: list[LayerDecision]) -> budget.Trial:
+        asked.append(sum(d.table.saved_bytes for d in tried if d.table))
+        return budget.Trial(10**6 + asked[-1], 0.0, 10**6 - asked[-1], graphs, None)
+
+    def choose(limit: int) -> budget.Choice:
+        cfg = replace(BUDGET, budget_gib=str(limit / GIB))
+        decisions = policy.decide_layers(BUDGET, 3)
+        return budget.choose(cfg, decisions, plan_of, RATES, gpu_bytes=None, on_gpu=False, until=until)
+
+    trial, _, because = choose(10**6 + 60_000)
+    assert trial.needed_bytes == (
+        10**6 if until == 0 else max(10**6 + size for size in asked if size <= 60_000)
+    )
+    assert (
+        because == (budget.CUT_SHORT if until == 0 else "") and len(asked) == 1
+        if until == 0
+        else len(asked) > 2
+    )
+    with pytest.raises(budget.TimeIsUp if until == 0 else budget.NoRoom):
+        choose(10**6 - 1)
+
+
+RATES = Machine(name="any", matmul_tflops=1.0, attention_tflops=0.001, memory_gbs=10.0)
+
+
+def few_values() -> Any:
+    """Return layers of three whose values a forward and a backward have told."""
     net, decisions = small_models.build("llama"), policy.decide_layers(BUDGET, 3)
     applied = apply.apply(net, decisions, BUDGET, device=torch.device("cpu"))
     with applied.micro_batch():
         net(input_ids=torch.zeros(2, 16, dtype=torch.long), use_cache=False).logits.sum().backward()
-    graphs = applied.graphs()
-    rates = Machine(name="any", matmul_tflops=1.0, attention_tflops=0.001, memory_gbs=10.0)
-    frontiers = budget.Prices(rates, {}, on_gpu=False).frontiers(graphs)
+    return applied
+
+
+@pytest.mark.parametrize("share", [0.04, 0.5])
+def test_a_peak_that_falls_with_more_bytes_is_met(share: float) -> None:
+    """What is dear to make again needs room of its own in the backward of a layer that does not keep it."""
+    decisions, graphs = policy.decide_layers(BUDGET, 3), few_values().graphs()
+    frontiers = budget.Prices(RATES, {}, on_gpu=False).frontiers(graphs)
 
     def plan_of(tried: list[LayerDecision]) -> budget.Trial:
         dear = any(d.table is None or "self_attn: attention" not in d.table.keep for d in tried)

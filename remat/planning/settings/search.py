@@ -44,7 +44,8 @@ NEARLY_ALL_KEPT = 1.1  # times the step of keeping all: if tables take no longer
 TRIED_FOR_CLOSEST = 3
 FASTER = 0.03  # share of a step's time: for a run that fits, smaller gains are not reported
 ADVICE_S = 20.0  # CPU seconds that advice may take; wall time would let other load change the advice
-REMEDIES_SHARE, LOOK_SHARE, CHANGES_SHARE = 0.3, 0.5, 0.6  # shares of that time after which each part stops
+# shares of that time after which each part stops; the rest is for the last table of a plan
+REMEDIES_SHARE, LOOK_SHARE, CHANGES_SHARE, PLAN_SHARE = 0.3, 0.5, 0.6, 0.8
 Candidate = tuple[Option, ...]
 
 
@@ -131,7 +132,6 @@ class Search:
         self._estimates: dict[Candidate, Planned | None] = {}
         self.look_until = self.plan_until = math.inf  # times by time.process_time()
         self.stopped = False  # whether the time was up before the end
-        self._longest_s = 0.0  # CPU seconds of the longest plan so far
 
     @property
     def _time_is_up(self) -> bool:
@@ -140,8 +140,8 @@ class Search:
         return is_up
 
     def may_plan(self) -> bool:
-        """Return whether one more plan would be ready by `plan_until`, if it takes as long as the longest so far."""
-        may = time.process_time() + self._longest_s <= self.plan_until
+        """Return whether there is time for one more plan."""
+        may = time.process_time() <= self.plan_until
         self.stopped |= not may
         return may
 
@@ -186,14 +186,13 @@ class Search:
 
     def plan(self, overrides: list[str]) -> Setting | None:
         """Plan the run with `overrides`; return None if they are refused."""
-        began = time.process_time()
         try:
             cfg = compose.from_command_line([*self._args, *overrides]).run
-            return Setting(overrides, make_plan(cfg, recordings=self._recordings))
+            made = make_plan(cfg, recordings=self._recordings, until=self.plan_until)
         except ConfigError:
             return None
-        finally:
-            self._longest_s = max(self._longest_s, time.process_time() - began)
+        self.stopped |= made.is_cut_short
+        return Setting(overrides, made)
 
     def _look(self, axes: dict[str, list[Option | None]], given: Candidate = ()) -> Iterator[Candidate]:
         """Estimate every setting that may be the fastest; yield those that are not refused."""
@@ -419,7 +418,8 @@ def advise(
 ) -> Advice:
     """Return advice for the run of `args`, whose plan is `planned`.
 
-    A plan is begun only if it would be ready after `limit_s` CPU seconds, given that it takes as long as those before.
+    It takes `limit_s` CPU seconds at most, but for the last table that it plans. If the time is up while tables are
+    searched, the fastest so far are in the advice.
 
     For a run that fits, the changes are up to `limit` settings that train the same in less time. For another run they
     come in this order: up to `limit` settings that train the same, the fastest first; if there are none, smaller states
@@ -430,11 +430,11 @@ def advise(
     began, known = time.process_time(), recordings or Recordings()
     if planned.plan.fits:
         search = Search(args, planned.cfg, known, progress)
-        search.look_until, search.plan_until = began + LOOK_SHARE * limit_s, began + limit_s
+        search.look_until, search.plan_until = began + LOOK_SHARE * limit_s, began + PLAN_SHARE * limit_s
         return Advice(_faster(search, planned, limit), None, stopped=search.stopped)
     told = remedies.look_at(args, planned, known, until=began + REMEDIES_SHARE * limit_s, progress=progress)
     search = Search(args, planned.cfg, known, progress)
-    search.look_until, search.plan_until = began + LOOK_SHARE * limit_s, began + limit_s
+    search.look_until, search.plan_until = began + LOOK_SHARE * limit_s, began + PLAN_SHARE * limit_s
     changes = search.fastest(limit)
     search.look_until = began + CHANGES_SHARE * limit_s
     smaller = [] if changes else choices.smaller_states(planned.cfg)
@@ -482,7 +482,7 @@ def advice_as_json(advice: Advice) -> dict[str, Any]:
 def setting_as_json(setting: Setting) -> dict[str, Any]:
     """Return a setting as plain data: bytes of one GPU and of one node, seconds of a step.
 
-    The seconds do not include `unknown_times`.
+    The seconds do not include `unknown_times`. `is_cut_short`: not all tables were tried, so a step may be shorter.
     """
     planned = setting.planned
     return {
@@ -490,6 +490,7 @@ def setting_as_json(setting: Setting) -> dict[str, Any]:
         "changes_training": setting.changes_training,
         "fits": planned.plan.fits,
         "step_time_s": planned.time.total_s,
+        "is_cut_short": planned.is_cut_short,
         "tokens_per_s": planned.time.tokens_per_s,
         "unknown_times": planned.time.unknown,
         "gpu_needed_bytes": needed_bytes(planned, GPU_MEMORY),

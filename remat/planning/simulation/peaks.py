@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from remat.planning.simulation.timeline import KINDS, Part, Ready, Snapshot
@@ -43,12 +43,24 @@ class Gradients:
         self._waiting: list[int] = []  # for the next reduction
         self._waiting_elements = 0
         self._too_large: set[int] = set()  # gradients larger than the bucket
+        self._held_bytes = self._bytes(self._whole)  # of both
         self._earlier = self._shard_bytes if accumulating and stage == 2 else 0
         self._shards = 0
 
     @property
     def kept_bytes(self) -> int:
-        return self._bytes(self._whole | self._too_large) + self._earlier + self._shards
+        return self._held_bytes + self._earlier + self._shards
+
+    def _hold(self, parameter: int, among: set[int]) -> None:
+        if parameter not in self._whole and parameter not in self._too_large:
+            self._held_bytes += self._bytes([parameter])
+        among.add(parameter)
+
+    def _let_go(self, kept: set[int]) -> None:
+        """Free the gradients larger than the bucket, except those in `kept`."""
+        if not self._too_large <= kept:
+            self._too_large &= kept
+            self._held_bytes = self._bytes(self._whole | self._too_large)
 
     def ready(self, parameter: int) -> tuple[int, int]:
         """Put a gradient into the bucket, or keep it until the last micro-batch is done.
@@ -61,7 +73,7 @@ class Gradients:
             self.bucket_bytes = buckets * self._settings.reduce_bucket_size * self._width
         worst = self.kept_bytes, self.bucket_bytes
         if not self._as_it_goes:
-            self._whole.add(parameter)
+            self._hold(parameter, self._whole)
             return worst
         size, elements = self._settings.reduce_bucket_size, self._of.elements[parameter]
         if self._waiting_elements and self._waiting_elements + elements > size:
@@ -69,7 +81,7 @@ class Gradients:
         self._waiting.append(parameter)
         self._waiting_elements += elements
         if elements > size:
-            self._too_large.add(parameter)
+            self._hold(parameter, self._too_large)
         return worst
 
     def backward_ends(self) -> tuple[int, int]:
@@ -95,10 +107,10 @@ class Gradients:
             if self._owned.intersection(members):
                 self._shards = self._shard_bytes
             worst = self.kept_bytes, self.bucket_bytes
-            self._too_large &= set() if self._settings.stage == 2 else self._too_large - self._owned
+            self._let_go(set() if self._settings.stage == 2 else self._too_large - self._owned)
             return worst
         world, worst = self._settings.world_size, (self.kept_bytes, 0)
-        self._too_large.clear()
+        self._let_go(set())
         if not members or (len(members) == 1 and self._of.elements[members[0]] % world == 0):
             return worst
         padded = (math.ceil(self._of.elements[p] / world) * world * self._of.item_bytes[p] for p in members)
@@ -149,8 +161,8 @@ def find(
 ) -> Peaks:
     """Return the peaks of forward and of backward under `zero`, on the rank with the highest peak.
 
-    `parts` are a Timeline's. `gathers` is what their events gather. Below stage 3 the last rank owns the gradients that come first, the first rank
-    those that come last.
+    `parts` are a Timeline's. `gathers` is what their events gather. Below stage 3 the last rank owns the gradients that
+    come first, the first rank those that come last.
     """
     ranks = {0, zero.world_size - 1} if zero.stage in (1, 2) else {0}
     found = [_Replay(parts, parameters, zero, gathers, rank).run(backward_begins_at) for rank in sorted(ranks)]

@@ -31,7 +31,9 @@ class Recording:
     # what the layers under a table compute and save
     graphs: Mapping[int, Any] = field(default_factory=dict)
     places: Sequence[Place] = ()  # where the parts of the timeline begin
-    _gathers: dict[ZeroSettings, Gathers] = field(default_factory=dict)  # what ZeRO-3 gathers, once for each setting
+    _gathers: dict[ZeroSettings, Gathers] = field(
+        default_factory=dict
+    )  # what ZeRO-3 gathers, once for each setting
 
     def under(self, zero: ZeroSettings) -> Simulation:
         """Return the simulation under `zero`.
