@@ -7,7 +7,7 @@ checkpoints `forward` inside the module's hooks, so ZeRO-3 gathers a layer's wei
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +59,19 @@ class Applied:
     def reset(self) -> None:
         for counts in self.counts:
             counts.clear()
+
+    @contextmanager
+    def first_forward(self) -> Iterator[None]:
+        """Wrap a forward that has no backward, in which layers under a table learn what they compute."""
+        with self.micro_batch():
+            yield
+        self.reset()
+
+    @property
+    def learns(self) -> bool:
+        """Return whether a layer under a table does not know yet what it computes."""
+        known = self.graphs()
+        return any(d.mechanism == budget.MECHANISM and i not in known for i, d in enumerate(self.decisions))
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -123,11 +136,13 @@ def apply(
     tensor_parallel: Any = None,
     compiled: CompiledLayers | None = None,
     allocators: Allocators = TORCH_DEFAULT,
+    graphs: Mapping[int, Any] | None = None,
 ) -> Applied:
     """Apply `decisions` to `model`: one per decoder layer, or none at all, which changes nothing.
 
     `device` is where the model computes, `tensor_parallel` the group object that DeepSpeed's partitioning takes,
-    `compiled` the compiler of layers, if that is asked for, `allocators` how torch rounds page-locked memory.
+    `compiled` the compiler of layers, if that is asked for, `allocators` how torch rounds page-locked memory, `graphs`
+    what layers under a table compute, if it is known (`Applied.graphs`).
     Raises ConfigError when the model lacks a part that the policy needs.
     """
     if not decisions:
@@ -148,6 +163,11 @@ def apply(
             decisions, applied.counts, applied.scope, cfg, zero_stage, tensor_parallel, applied.cleanup,
             compiled=compiled is not None,
         )  # fmt: skip
+        setup.shared[budget.GRAPHS] = {
+            index: graph
+            for index, graph in (graphs or {}).items()
+            if decisions[index].mechanism == budget.MECHANISM
+        }
         for index, layer in enumerate(layers):
             _hook(layer, _treat(applied, setup, index, layer), applied.cleanup)
             tiles.slice_mlp(Site(index, layer, setup, offload=None))

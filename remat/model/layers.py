@@ -46,6 +46,8 @@ MLP_LINEARS = {
 LINEARS = [*ATTENTION_LINEARS, *MLP_LINEARS]
 ALL_BUT_DOWN = "all_but_down"  # then no product runs twice: nothing needs the result of the layer's last one
 
+NUMBERS_OF_LAYERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attributes of a layer's modules
+
 Path = list[tuple[str, nn.Module]]  # from the whole model to a module inside it
 
 
@@ -393,3 +395,31 @@ def _linear_roles(path: str) -> set[str]:
     top, leaf = path.partition(".")[0], _plain(path).rpartition(".")[2]
     table = ATTENTION_LINEARS if top in ATTENTION_NAMES else MLP_LINEARS
     return {role for role, names in table.items() if leaf in names}
+
+
+def describe(layer: nn.Module, number: int) -> str:
+    """Return the modules of a layer with their plain attributes, and its parameters with their shapes.
+
+    Layers with equal descriptions do the same, unless their code reads their number or something that is no plain
+    attribute. `number` is left out of the names, and so is what DeepSpeed adds.
+    """
+    words = [
+        f"{name}: {type(module).__qualname__} {_plain_attributes(module)}"
+        for name, module in layer.named_modules()
+    ]
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    words += [
+        f"{name}: {tuple(getattr(t, 'ds_shape', t.shape))} {t.dtype} {t.requires_grad}" for name, t in tensors
+    ]
+    return "\n".join(words).replace(f".{number}.", ".N.")
+
+
+def _plain_attributes(module: Any) -> str:
+    found = {
+        name: value
+        for name, value in vars(module).items()
+        if name not in NUMBERS_OF_LAYERS
+        and isinstance(value, (bool, int, float, str, tuple, list, dict, type(None)))
+        and not name.startswith(("_", "ds_"))
+    }
+    return repr(sorted(found.items()))

@@ -385,24 +385,29 @@ def _bisect(
     added: Sequence[int],
     limit: int,
 ) -> tuple[tuple[Trial, list[LayerDecision]], int]:
-    """Return the highest climb that fits, and its number. It assumes that needed bytes grow with kept bytes."""
-    best, low, high, beyond = first, start, len(added), 0
+    """Return the highest climb that fits, and its number. It assumes that needed bytes grow with kept bytes.
+
+    The next climb tried is where a straight line reaches the limit: between the highest that fits and the lowest that
+    does not, or before there is one as if needed bytes grew like kept bytes. After two trials on one side it is the
+    middle, because gaps in the allocator make steps of the line.
+    """
+    best, low, high, beyond, sides = first, start, len(added), 0, [0, 0]
     for _ in range(MOST_TRIALS):
         room = limit - best[0].needed_bytes
         if high - low <= 1 or (low > start and room < CLOSE * limit):
             break
-        # The bytes that a plan needs grow by those that layers keep, until another moment becomes the peak.
-        guess = max(
-            (count for count in range(low, high) if added[count] - added[low] <= room - beyond), default=low
-        )
+        if not beyond:
+            guess = bisect_right(added, added[low] + room) - 1
+        elif max(sides) > 1:
+            guess = (low + high) // 2
+        else:
+            guess = bisect_right(added, added[low] + (added[high] - added[low]) * room // (room + beyond)) - 1
         count = min(max(guess, low + 1), high - 1)
         found = at(count)
         if found[0].needed_bytes <= limit:
-            best, low = found, count
-            beyond = min(0, found[0].needed_bytes - limit) // 2 if beyond < 0 else beyond
+            best, low, sides = found, count, [sides[0] + 1, 0]
         else:
-            high = count
-            beyond += found[0].needed_bytes - limit
+            high, beyond, sides = count, found[0].needed_bytes - limit, [0, sides[1] + 1]
     return best, low
 
 

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from remat.activation_checkpointing import apply, compiled
+from remat.activation_checkpointing.mechanisms import budget as tables
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.activation_checkpointing.mechanisms.offload import pool_bytes
+from remat.activation_checkpointing.mechanisms.tables.graph import Graph
 from remat.activation_checkpointing.policy import without_engine
 from remat.config import ds_config, validation
 from remat.config.options import (
@@ -341,6 +343,7 @@ class Recordings:
         self.corners: Corners = {}
         self._found: dict[str, simulate.Recording] = {}
         self._reaches: dict[Any, int] = {}  # by kind of layers, the reach that was enough: it is tried first
+        self._graphs: dict[str, dict[int, Graph]] = {}  # what layers under a table compute, under any table
 
     def get(self, cfg: RunConfig, decided: strategy.Strategy, *, on_gpu: bool = True) -> simulate.Recording:
         """Return the recorded micro-batch of the run of `cfg`, from the cache if it is there.
@@ -351,25 +354,35 @@ class Recordings:
         if not any(decision.offload for decision in decided.decisions):
             chosen = replace(chosen, offload=OffloadConfig())
         depends_on = (
-            (cfg.model, cfg.peft, chosen, decided.decisions, decided.zero_stage == 3, on_gpu),
+            (cfg.model, cfg.peft, chosen, decided.zero_stage == 3, on_gpu),
             (decided.packed, cfg.compile, decided.allocators.exact_above_bytes),
             (train.precision, train.loss, train.micro_batch_size, train.seq_len, train.neftune_alpha > 0),
             (train.sequence_parallel_size, train.tensor_parallel_size, decided.router_coef > 0),
             (decided.stages, decided.stage),
         )
-        key = repr(depends_on)
+        model = repr(depends_on)
+        key = model + repr(decided.decisions)
         if key not in self._found:
-            self._found[key] = _record(cfg, decided, self._reaches, on_gpu=on_gpu)
+            graphs = self._graphs.setdefault(model, {})
+            self._found[key] = found = _record(cfg, decided, self._reaches, graphs, on_gpu=on_gpu)
+            graphs |= found.graphs
             self.made += 1
         return self._found[key]
 
 
 def _record(
-    cfg: RunConfig, decided: strategy.Strategy, reaches: dict[Any, int], *, on_gpu: bool
+    cfg: RunConfig,
+    decided: strategy.Strategy,
+    reaches: dict[Any, int],
+    graphs: Mapping[int, Graph],
+    *,
+    on_gpu: bool,
 ) -> simulate.Recording:
     """Record one micro-batch of the real model on meta tensors, with the run's policies applied.
 
     `reaches` has, by kind of layers, how far a layer affects its neighbours (see repeat.py); this adds what it finds.
+    `graphs` has what layers compute, as far as it is known. The first layer of each kind under a table holds more in
+    its first call than later: the peaks count that, and the allocations are those of micro-batches after the first.
     """
     decisions = without_engine(decided.decisions)
     if decisions != decided.decisions and cfg.checkpointing.deepspeed.cpu_checkpointing:
@@ -377,8 +390,29 @@ def _record(
             "checkpointing.deepspeed.cpu_checkpointing=true: remat plan does not count what DeepSpeed moves to the "
             "host; plan with checkpointing=offload, which moves the same"
         )
+    recording = _record_few(cfg, decided, decisions, reaches, graphs, on_gpu=on_gpu)
+    held: dict[int, int] = {}
+    kinds = set()
+    for layer, graph in sorted(recording.graphs.items()):
+        kind = graph.call, decisions[layer].table
+        if kind not in kinds:  # layers after it take what it has learnt
+            kinds.add(kind)
+            held[layer] = tables.first_call_bytes(graph, decisions[layer].table)
+    return simulate.with_first_calls(recording, held) if held else recording
+
+
+def _record_few(
+    cfg: RunConfig,
+    decided: strategy.Strategy,
+    decisions: list[LayerDecision],
+    reaches: dict[Any, int],
+    graphs: Mapping[int, Graph],
+    *,
+    on_gpu: bool,
+) -> simulate.Recording:
+    """Record a few layers that stand for all, or all layers where none do."""
     if decided.stage is not None:
-        return _record_layers(cfg, decided, decisions, None, on_gpu=on_gpu)
+        return _record_layers(cfg, decided, decisions, None, graphs, on_gpu=on_gpu)
     kind = decided.zero_stage == 3, frozenset((d.mechanism.name, d.offload) for d in decisions)
     possible = REACHES_OF_MOVES if any(d.offload for d in decisions) else REACHES
     for reach in sorted(possible, key=lambda reach: reach != reaches.get(kind)):
@@ -386,14 +420,14 @@ def _record(
         if short is None:
             continue
         try:
-            recorded = _record_layers(cfg, decided, short.decisions(decisions), short, on_gpu=on_gpu)
+            recorded = _record_layers(cfg, decided, short.decisions(decisions), short, graphs, on_gpu=on_gpu)
         except NotRepeated:
             continue
         except ConfigError:  # the recording of the whole model, below, reports what is wrong
             break
         reaches[kind] = reach
         return recorded
-    return _record_layers(cfg, decided, decisions, None, on_gpu=on_gpu)
+    return _record_layers(cfg, decided, decisions, None, graphs, on_gpu=on_gpu)
 
 
 def _record_layers(
@@ -401,6 +435,7 @@ def _record_layers(
     decided: strategy.Strategy,
     decisions: list[LayerDecision],
     short: strategy.Shortened | None,
+    graphs: Mapping[int, Graph],
     *,
     on_gpu: bool,
 ) -> simulate.Recording:
@@ -425,6 +460,7 @@ def _record_layers(
             device=META,
             compiled=made,
             allocators=decided.allocators,
+            graphs=short.known(graphs) if short else graphs,
         )
         undo.callback(applied.remove)
         if applied.offload:
@@ -443,6 +479,7 @@ def _record_layers(
             workspaces=on_gpu,
             on_gpu=on_gpu,
             marked=marked,
+            first=applied.first_forward() if applied.learns else None,
         )
         moved_bytes = sum(counts.moved_bytes for counts in applied.counts)
         timeline = replace(recording.timeline, moved_bytes=moved_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,8 +45,6 @@ from remat.parallel.pipeline_parallel import Stages
 from remat.planning import model_states as states
 from remat.planning.simulation import repeat
 from remat.planning.simulation.repeat import Repeat
-
-NUMBERS_OF_LAYERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attributes of a layer's modules
 
 
 @dataclass(frozen=True)
@@ -298,6 +296,10 @@ class Shortened:
         """Return the decisions for these layers, given those for all of them."""
         return [_moved(whole[layer], place - layer) for place, layer in enumerate(self.layers)]
 
+    def known(self, whole: Mapping[int, Any]) -> dict[int, Any]:
+        """Return what is known of these layers, given what is known of layers of the whole model, by their numbers."""
+        return {place: whole[layer] for place, layer in enumerate(self.layers) if layer in whole}
+
 
 def shorten(cfg: RunConfig, decisions: Sequence[LayerDecision], reach: int) -> Shortened | None:
     """Return a few layers of the model of `cfg` that stand for all of them; None if there are none.
@@ -363,7 +365,8 @@ class _Shape:
         """Return a description of each layer's modules; layers that differ only in their number have equal ones."""
         try:
             return [
-                _consists_of(layer, number) for number, layer in enumerate(layers.decoder_layers(self.adapted))
+                layers.describe(layer, number)
+                for number, layer in enumerate(layers.decoder_layers(self.adapted))
             ]
         except ConfigError:
             return []
@@ -373,31 +376,6 @@ class _Shape:
         has_adapters = self.cfg.peft.method is not PeftMethod.none
         net = hf_model.skeleton(self.config, self.cfg.model) if has_adapters else self.plain
         return net, _facts(self.cfg, net)
-
-
-def _consists_of(layer: Any, number: int) -> str:
-    """Return the modules of a layer with their plain attributes, and its parameters with their shapes.
-
-    Its own number in the names of modules is left out.
-    """
-    words = [
-        f"{name}: {type(module).__qualname__} {_plain_attributes(module)}"
-        for name, module in layer.named_modules()
-    ]
-    tensors = [*layer.named_parameters(), *layer.named_buffers()]
-    words += [f"{name}: {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors]
-    return "\n".join(words).replace(f".{number}.", ".N.")
-
-
-def _plain_attributes(module: Any) -> str:
-    found = {
-        name: value
-        for name, value in vars(module).items()
-        if name not in NUMBERS_OF_LAYERS
-        and isinstance(value, (bool, int, float, str, tuple, list, dict, type(None)))
-        and not name.startswith("_")
-    }
-    return repr(sorted(found.items()))
 
 
 def _shape_of(cfg: RunConfig, config: Any, kept: Callable[[_Shape], _Shape] | None = None) -> _Shape:

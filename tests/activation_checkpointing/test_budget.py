@@ -232,6 +232,40 @@ def test_another_save_than_the_learnt_one_stops_the_run() -> None:
     applied.remove()
 
 
+def learners(net: Any) -> tuple[list[int], watched.Watched]:
+    """Return the layers that learnt what they compute, and what one micro-batch found."""
+    found: list[int] = []
+    learn = budget.LayerRunner._learn
+
+    def noting(self: budget.LayerRunner, *args: Any) -> Any:
+        found.append(self.site.index)
+        return learn(self, *args)
+
+    with mock.patch.object(budget.LayerRunner, "_learn", noting):
+        seen, _ = under(net, [None] * len(layers.decoder_layers(net)))
+    return found, seen
+
+
+def test_of_equal_layers_only_the_first_learns() -> None:
+    """Other operations give the first two layers their input: the embedding, and the record of layer 0's replay."""
+    assert learners(small_models.build("llama", num_hidden_layers=6))[0] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("step", [0.5, 0.0], ids=["different", "equal"])
+def test_a_layer_that_only_looks_like_another_runs_by_what_itself_does(step: float) -> None:
+    net = small_models.build("phi", num_hidden_layers=5, **DROPS["phi"])
+    for number, layer in enumerate(layers.decoder_layers(net)):
+        scale, forward = 1.0 + number * step, layer.mlp.forward
+        layer.mlp.forward = lambda x, scale=scale, forward=forward: forward(x) * scale
+    kept = watched.run(net, watched.NONE)
+    found, seen = learners(net)
+    assert found == [0, 1, 2]
+    assert watched.differences(seen, kept) == []
+    assert seen.replayed.differences == seen.replayed.notes == []
+    assert verification.unmet_expectations(seen.applied, seen.watch, BUDGET) == []
+    assert len(seen.applied.shared[budget.PROGRAMS]) == (5 if step else 3)
+
+
 def test_no_mode_after_the_first_call_and_no_hooks_where_all_is_kept() -> None:
     net = small_models.build("llama")
     decisions = policy.decide_layers(BUDGET, 3)

@@ -439,7 +439,7 @@ def test_what_tables_move_is_recorded_of_a_few_layers_for_all(tmp_path: Path) ->
     short = make_plan(cfg, recordings=Recordings())
     assert moved(short) == 14 * 2 * 4096 * (4096 + 14336) * 2
     decided = short.strategy
-    whole = plan_module._record_layers(cfg, decided, decided.decisions, None, on_gpu=True)
+    whole = plan_module._record_layers(cfg, decided, decided.decisions, None, {}, on_gpu=True)
     simulated = whole.under(ZeroSettings.of(decided.ds, 1))
     assert simulated.peak == short.simulation.peak
     assert simulated.kept_bytes == short.simulation.kept_bytes

@@ -34,14 +34,14 @@ def record_short(cfg: RunConfig, decided: strategy.Strategy) -> simulate.Recordi
         short = strategy.shorten(cfg, decided.decisions, reach)
         assert short is not None
         try:
-            return plan._record_layers(cfg, decided, short.decisions(decided.decisions), short, on_gpu=True)
+            return plan._record_layers(cfg, decided, short.decisions(decided.decisions), short, {}, on_gpu=True)
         except NotRepeated as error:
             why = error
     raise why
 
 
 def record_whole(cfg: RunConfig, decided: strategy.Strategy) -> simulate.Recording:
-    return plan._record_layers(cfg, decided, decided.decisions, None, on_gpu=True)
+    return plan._record_layers(cfg, decided, decided.decisions, None, {}, on_gpu=True)
 
 
 def assert_repeats(cfg: RunConfig) -> None:

@@ -83,7 +83,7 @@ def test_the_end_of_time_saves_requeues_and_resumes_in_one_output(cluster: Slurm
     assert len(first) == 1 and manifest.verify(run / "saved" / first[0]) == []
     step = int(first[0].removeprefix("step-"))
     nodes.until(lambda: resumed(cluster, job) == step, lambda: cluster.out(job)[-4000:])
-    nodes.until(lambda: steps(run)[-1][0] > step, lambda: cluster.out(job)[-4000:])
+    nodes.until(lambda: max((row[0] for row in steps(run)), default=0) > step, lambda: cluster.out(job)[-4000:])
     cluster.cancel(job)
     found = cluster.until(job, "CANCELLED")
     out = cluster.out(job)  # of both starts

@@ -1,9 +1,11 @@
 """Keep the values that a layer's table names, on the device or on the host, and recompute the rest from them.
 
-The first call of a layer is recorded (`tables/graph.py`), with everything kept until its forward is over. From then on
-the n-th tensor that autograd saves is entry n. It stays, or is a weight that is read again, or moves to host memory and
-back (`offload.py`), or backward recomputes it on demand by the recorded operations. Later calls run without a dispatch
-mode. Every saved tensor is checked against its entry; a call with arguments of another size or kind is recorded anew.
+The first call of a layer is recorded (`tables/graph.py`), with everything kept until its forward is over. A layer that
+looks like an earlier one under the same table takes what that one has learnt: its first call is recorded only to check
+that it does the same. From then on the n-th tensor that autograd saves is entry n. It stays, or is a weight that is
+read again, or moves to host memory and back (`offload.py`), or backward recomputes it on demand by the recorded
+operations. Later calls run without a dispatch mode. Every saved tensor is checked against its entry; a call with
+arguments of another size or kind is recorded anew.
 `planning/budget.py` makes the tables.
 """
 
@@ -11,7 +13,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -57,8 +60,11 @@ from remat.activation_checkpointing.mechanisms.tables.table import (
 )
 from remat.config.options import CheckpointingConfig, StorageDtype
 from remat.config.units import MIB
+from remat.machine import rng
+from remat.model.layers import describe
 
-GRAPHS = "graphs"  # in Setup.shared: the graph of each layer's largest call, by index
+GRAPHS = "graphs"  # in Setup.shared: the graph of each layer's first call, by index
+LEARNT = "learnt"  # in Setup.shared: the program of the first layer under each table, by kind of call
 PROGRAMS = "programs"  # in Setup.shared: programs that equal layers under equal tables share
 MOST_SHAPES = 64  # shapes of arguments whose programs a layer remembers: lengths may vary without end
 
@@ -83,6 +89,8 @@ class LayerRunner:
         self._modules = dict(self.layer.named_modules())
         self._weights: list[Any] = []  # parameters, which DeepSpeed gives attributes of its own
         self._open: set[nn.Module] = set()  # modules inside whose hooks a program runs
+        self._recorder: Recorder | None = None  # of the call that runs
+        self._looks = ""
         self.again = site.setup.scope.inside(site.index, recomputing=True)
 
     def __call__(self, call: Replayable, *args: Any) -> Any:
@@ -92,9 +100,37 @@ class LayerRunner:
             cast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
         key = sign(args), sign(call.keywords), self.layer.training, cast
         program = self.programs.get(key)
-        if program is None:
-            return self._learn(key, call, args)
-        return self._run(program, call, args)
+        if program is not None:
+            return self._run(program, call, args)
+        return self._run_first(key, call, args)
+
+    def _run_first(self, key: Any, call: Replayable, args: tuple[Any, ...]) -> Any:
+        """Run a call of a kind that the layer has not had yet."""
+        if not self._looks:
+            self._looks = describe(self.layer, self.site.index)
+        shared, kind = self.site.setup.shared, self._kind(key, call, args)
+        known = shared.setdefault(GRAPHS, {}).get(self.site.index)
+        if known is not None and known.call == kind:  # from an earlier plan
+            return self._run(self._take(key, self._compile(known)), call, args)
+        learnt = shared.setdefault(LEARNT, {})
+        like = (self.table, kind)
+        if like in learnt:
+            return self._run_as(learnt[like], key, call, args)
+        output = self._learn(key, kind, call, args)
+        remember(learnt, like, self.programs[key])
+        return output
+
+    def _kind(self, key: Any, call: Replayable, args: tuple[Any, ...]) -> Any:
+        """Return what layers and their calls must have in common to do the same, as far as it shows before a call."""
+        makers = tuple(maker(tensor.grad_fn) for _, tensor in find_arguments(args, call.keywords))
+        return self._looks, key, makers
+
+    def _take(self, key: Any, program: Program) -> Program:
+        """Make `program` the layer's own for calls with this key."""
+        remember(self.programs, key, program)
+        for side, name in program.taps:
+            self._listen(side, name)
+        return program
 
     @property
     def gathers(self) -> bool:
@@ -110,7 +146,22 @@ class LayerRunner:
     def _run(self, program: Program, call: Replayable, args: tuple[Any, ...]) -> Any:
         self.frame = frame = Frame(self, program, args, call.keywords)
         self._calls.clear()
-        coming, gathers = iter(program.entries), self.gathers
+        coming = iter(program.entries)
+        try:
+            with saved_tensors_hooks(self._packer(frame, coming), _unpack):
+                output = call(*args)
+        finally:
+            self.frame = None
+        lacking = len(list(coming))
+        if lacking:
+            total = len(program.entries)
+            raise self._mismatch(f"saved {total - lacking} tensors, where its table has {total}")
+        self._count(program)
+        return output
+
+    def _packer(self, frame: Frame, coming: Iterator[Entry]) -> Callable[[torch.Tensor], Any]:
+        """Return the function that treats what autograd saves in one call, each tensor by its entry in `coming`."""
+        program, gathers = frame.program, self.gathers
         make, weight, move = Fate.make, Fate.weight, Fate.move
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -137,17 +188,56 @@ class LayerRunner:
                 frame.values[entry.slot] = tensor
             return tensor, tensor._version
 
+        return pack
+
+    def _run_as(self, program: Program, key: Any, call: Replayable, args: tuple[Any, ...]) -> Any:
+        """Run a first call by the program of a layer that looks alike, and record it to see whether it does the same.
+
+        Otherwise run it again by its own program.
+        """
+        states, counts, moved_bytes = rng.get(), self.site.counts, self.site.counts.moved_bytes
+        for side, name in program.taps:
+            self._listen(side, name)
+        self.frame = frame = Frame(self, program, args, call.keywords)
+        self._calls.clear()
+        pack_one = self._packer(frame, iter(program.entries))
+        slots: list[weakref.ref[Slot]] = []
+
+        def pack(number: int, tensor: torch.Tensor) -> Slot:
+            try:
+                slot = Slot(pack_one(tensor))
+            except PolicyNotApplied:  # as the recorded graph will tell
+                slot = Slot((tensor.detach(), tensor._version))
+            slots.append(weakref.ref(slot))
+            return slot
+
+        self._recorder = recorder = Recorder(self.layer, find_arguments(args, call.keywords), holds=False)
         try:
-            with saved_tensors_hooks(pack, _unpack):
-                output = call(*args)
+            output = recorder.run(self.layer, partial(call, *args), pack, _unpack)
         finally:
-            self.frame = None
-        lacking = len(list(coming))
-        if lacking:
-            total = len(program.entries)
-            raise self._mismatch(f"saved {total - lacking} tensors, where its table has {total}")
-        self._count(program)
+            self.frame = self._recorder = None
+        recorder.graph.call = program.graph.call
+        own = self._take(key, self._program_of(recorder.graph, slots))
+        if own is program:
+            self._count(program)
+            return output
+        rng.put(states)
+        counts.moved_bytes = moved_bytes
+        output = self._run(own, call, args)
+        counts.recomputations -= isinstance(call, Replayable)  # it counts each run after the first as one
         return output
+
+    def _program_of(self, graph: Graph, slots: Sequence[weakref.ref[Slot]]) -> Program:
+        """Return the program of a recorded call. `slots`: what autograd still holds of it, in order."""
+        for save, slot in zip(graph.saves, slots, strict=True):
+            save.dead = slot() is None  # autograd has dropped that branch: nothing uses it
+        graph.finish()
+        self.site.setup.shared.setdefault(GRAPHS, {}).setdefault(self.site.index, graph)
+        return self._compile(graph)
+
+    def unrecorded(self) -> AbstractContextManager[None]:
+        """Return a context whose operations are not the layer's own."""
+        return self._recorder.paused() if self._recorder else nullcontext()
 
     def _count(self, program: Program) -> None:
         self.site.counts.table_bytes = program.kept_bytes
@@ -163,7 +253,7 @@ class LayerRunner:
                 f"{entry.maker or 'nothing'!r}"
             )
 
-    def _learn(self, key: Any, call: Replayable, args: tuple[Any, ...]) -> Any:
+    def _learn(self, key: Any, kind: Any, call: Replayable, args: tuple[Any, ...]) -> Any:
         """Record a call: keep everything until the layer's forward is over, then carry out its table."""
         slots: list[weakref.ref[Slot]] = []
 
@@ -175,17 +265,10 @@ class LayerRunner:
 
         recorder = Recorder(self.layer, find_arguments(args, call.keywords))
         output = recorder.run(self.layer, partial(call, *args), pack, _unpack)
-        graph = recorder.graph
-        for save, slot in zip(graph.saves, slots, strict=True):
-            save.dead = slot() is None  # autograd has dropped that branch: nothing uses it
-        graph.finish()
-        shared = self.site.setup.shared
-        shared.setdefault(GRAPHS, {}).setdefault(self.site.index, graph)
-        program = self._compile(graph)
-        remember(self.programs, key, program)
+        recorder.graph.call = kind
+        program = self._take(key, self._program_of(recorder.graph, slots))
         frame = Frame(self, program, args, call.keywords)
         for (side, name), taps in program.taps.items():
-            self._listen(side, name)
             for times, leaf, value in taps:
                 frame.put(value, recorder.tapped[side, name, times, leaf])
         recorder.tapped.clear()  # autograd holds the hook, and so the recorder, as long as the graph
@@ -337,7 +420,8 @@ class Frame:
         if value in self.program.moved:
             mover = self.runner.site.offload
             assert mover is not None
-            self.moved[value] = mover.move(tensor, self.program.rows[value])
+            with self.runner.unrecorded():
+                self.moved[value] = mover.move(tensor, self.program.rows[value])
             return
         if tensor.requires_grad:
             tensor = tensor.detach()  # an output that is held by its own grad_fn is never freed
@@ -553,6 +637,12 @@ def host_sizes(graph: Graph, table: Table, dtype: StorageDtype) -> list[int]:
     """Return the bytes that each value that `table` moves takes on the host."""
     moved = choose_moved(graph, table, choose_kept(graph, table)) if table.offload else ()
     return [host_bytes(graph.values[value], dtype) for value in sorted(moved)]
+
+
+def first_call_bytes(graph: Graph, table: Table | None) -> int:
+    """Return what a layer that learns keeps until its forward is over, on top of what it keeps in later calls."""
+    kept = choose_kept(graph, table or NOTHING)
+    return sum(graph.values[value].nbytes for value in graph.saved() if value not in kept)
 
 
 def _treat(site: Site) -> LayerForward:

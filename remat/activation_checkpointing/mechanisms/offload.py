@@ -118,6 +118,7 @@ class HostOffload:
 
         A graph that is still alive then, after an exception for example, cannot be used any more.
         """
+        self.taken = Taken() if self.taken is not None else None
         try:
             yield
         finally:

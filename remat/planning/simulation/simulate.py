@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from remat.model.meta_kernels import as_in_a_run, explained
 from remat.planning.simulation import peaks, reserved, zero3
 from remat.planning.simulation.repeat import Owners, Repeat, repeated, sources
-from remat.planning.simulation.timeline import Place, Record, Scope, Timeline
+from remat.planning.simulation.timeline import Part, Place, Record, Scope, Snapshot, Timeline
 from remat.planning.simulation.types import Phase, Simulation, ZeroSettings
 from remat.planning.simulation.zero3 import Event, Gathers, Parameters
 
@@ -145,11 +145,13 @@ def record(
     workspaces: bool = True,
     on_gpu: bool = True,
     marked: Sequence[nn.Module] = (),
+    first: AbstractContextManager[Any] | None = None,
 ) -> Recording:
     """Record a micro-batch like `run`, for any number of ZeRO settings.
 
     `workspaces`: see Timeline; False to compare. `on_gpu` false: the kernels of a CPU. `marked` are layers that stand
-    for more equal ones: such a recording must be `lengthened`. A `loss` that is no scalar is given a gradient.
+    for more equal ones: such a recording must be `lengthened`. A `loss` that is no scalar is given a gradient. If
+    there is a `first`, a forward inside it comes first, which is not recorded.
     """
     timeline = Timeline(scope, model, ignored=ignored, workspaces=workspaces)
     assumptions: list[str] = []
@@ -157,6 +159,10 @@ def record(
     with ExitStack() as stack:
         stack.enter_context(explained(model))
         stack.enter_context(as_in_a_run(3 if stage_3 else 0, assumptions, on_gpu=on_gpu, packed=packed))
+        if first:
+            hooks = zero3.recorded(model, lambda _: None) if stage_3 else nullcontext()
+            with first, hooks:
+                loss(model, given(batch) if given else batch)
         if marked:
             stack.enter_context(timeline.layers_marked(marked))  # before ZeRO's own hooks
         if stage_3:
@@ -189,6 +195,30 @@ def lengthened(recording: Recording, owners: Owners, repeats: Sequence[Repeat]) 
         if like in recording.graphs
     }
     return Recording(record, parameters, recording.assumptions, graphs)
+
+
+def with_first_calls(recording: Recording, held: Mapping[int, int]) -> Recording:
+    """Return the recording of micro-batches of which the first needs more: `held` bytes in the forward of some layers.
+
+    A peak in another layer is raised by what is left of them if that layer has the peak: layers are taken to need as
+    much beside what they keep. That is the most it can be, for a layer need not hold all of it at its own peak.
+    """
+    record = recording.timeline
+    kept = [record.kept_bytes.get(layer, 0) for layer in range(record.num_layers)]
+
+    def add(snapshot: Snapshot) -> Snapshot:
+        if snapshot.layer is None or snapshot.total < 0:
+            return snapshot
+        more = max(0, *(size - sum(kept[layer : snapshot.layer]) for layer, size in held.items()))
+        activations, recomputed, loss = snapshot.by_kind
+        return snapshot._replace(total=snapshot.total + more, by_kind=(activations + more, recomputed, loss))
+
+    parts = [
+        Part(part.cut, add(part.at_cut), add(part.peak), {k: add(v) for k, v in part.of_place.items()})
+        for part in record.parts[: record.backward_begins_at]
+    ]
+    parts += record.parts[record.backward_begins_at :]
+    return replace(recording, timeline=replace(record, parts=parts))
 
 
 def step(

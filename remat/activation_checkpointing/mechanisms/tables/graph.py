@@ -10,8 +10,8 @@ A call can be recorded on real tensors and on meta tensors. A graph holds no ten
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -119,7 +119,11 @@ class Save:
 
 @dataclass(eq=False)
 class Graph:
-    """`owners`: the name of the module that owns each parameter of the layer; other weights are never gathered."""
+    """`owners`: the name of the module that owns each parameter of the layer; other weights are never gathered.
+
+    `call`: what the layer looks like and how it was called; other calls of this kind need no record
+    (`mechanisms/budget.py`).
+    """
 
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -127,6 +131,7 @@ class Graph:
     owners: list[str] = field(default_factory=list)
     outputs: set[int] = field(default_factory=set)
     edited: set[int] = field(default_factory=set)  # weights that the layer writes to, such as counting buffers
+    call: Any = None
 
     def saved(self) -> list[int]:
         """Return the values that backward needs and that are not free."""
@@ -168,7 +173,10 @@ class Graph:
 
 
 class Recorder(TorchDispatchMode):
-    """Records one call of `layer` with arguments `given` (path, tensor) in `graph`."""
+    """Records one call of `layer` with arguments `given` (path, tensor) in `graph`.
+
+    `tapped` has the tensors that enter and leave modules, unless it `holds` none.
+    """
 
     supports_higher_order_operators = True
 
@@ -176,8 +184,9 @@ class Recorder(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, layer: nn.Module, given: list[tuple[Any, torch.Tensor]]) -> None:
+    def __init__(self, layer: nn.Module, given: list[tuple[Any, torch.Tensor]], *, holds: bool = True) -> None:
         super().__init__()
+        self._holds, self._is_paused = holds, False
         self.graph = Graph()
         self.tapped: dict[Tap, torch.Tensor] = {}
         self._weights = find_weights(layer)
@@ -221,6 +230,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         before = [self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         given = {operators.storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -256,6 +267,15 @@ class Recorder(TorchDispatchMode):
             op.fixed = self._why_fixed(op, described, leaves, args, kwargs)
             graph.ops.append(op)
         return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the operations inside."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def _why_fixed(
         self, op: Op, described: operators.Operator, leaves: list[Any], args: Any, kwargs: Any
@@ -340,7 +360,8 @@ class Recorder(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor):
                     tap = (side, name, self._calls[name] - 1, leaf)
                     self._tap(tap, tensor)
-                    self.tapped[tap] = tensor
+                    if self._holds:
+                        self.tapped[tap] = tensor
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._calls[name] += 1
