@@ -251,6 +251,19 @@ def test_of_equal_layers_only_the_first_learns() -> None:
     assert learners(small_models.build("llama", num_hidden_layers=6))[0] == [0, 1, 2]
 
 
+def test_what_is_gathered_in_a_call_does_not_make_layers_differ() -> None:
+    """ZeRO-3 gathers more or fewer weights in each first call: operations whose result the layer does not use."""
+    net = small_models.build("llama", num_hidden_layers=6)
+    for number, layer in enumerate(layers.decoder_layers(net)):
+        layer.mlp.register_forward_pre_hook(
+            lambda *_, number=number: [torch.ones(4).mul(2) for _ in range(number)]
+        )
+    _, seen = learners(net)
+    assert len(seen.applied.shared[budget.PROGRAMS]) == 3
+    graphs = seen.applied.graphs()
+    assert {value.name for value in graphs[5].values} == {value.name for value in graphs[2].values}
+
+
 @pytest.mark.parametrize("step", [0.5, 0.0], ids=["different", "equal"])
 def test_a_layer_that_only_looks_like_another_runs_by_what_itself_does(step: float) -> None:
     net = small_models.build("phi", num_hidden_layers=5, **DROPS["phi"])

@@ -13,6 +13,7 @@ import torch
 
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.mechanisms.budget import MECHANISM as TABLES
+from remat.activation_checkpointing.mechanisms.budget import first_call_bytes
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision
 from remat.activation_checkpointing.mechanisms.tables.table import Table
@@ -292,6 +293,45 @@ def kept(net: Any, decisions: list[LayerDecision]) -> tuple[dict[int, int], list
         loss.backward()
     applied.remove()
     return {k: v for k, v in watch.kept_bytes.items() if v and k >= 0}, applied.counts
+
+
+def test_only_the_first_of_equal_layers_needs_more_in_the_first_micro_batch() -> None:
+    """And a plan, which records a later micro-batch, adds at least as much."""
+    learning, graphs = micro_batch(learnt=False)
+    steady, _ = micro_batch(learnt=True)
+    first, later = forward_peaks(learning), forward_peaks(steady)
+    assert [layer for layer in range(6) if first[layer] != later[layer]] == [0] and first[0] > later[0]
+    held = {0: first_call_bytes(graphs[0], None)}
+    counted = forward_peaks(simulate.with_first_calls(steady, held))
+    assert all(counted[layer] >= first[layer] for layer in range(6))
+    assert simulate.with_first_calls(steady, {}).timeline.parts == steady.timeline.parts
+
+
+def micro_batch(*, learnt: bool) -> tuple[simulate.Recording, dict[int, Any]]:
+    """Record six layers that keep the fewest bytes. `learnt`: after a forward in which they learn what they compute."""
+    net = small_models.build("llama", num_hidden_layers=6).to("meta")
+    decisions = policy.decide_layers(BUDGET, 6, zero_stage=3)
+    applied = apply.apply(net, decisions, BUDGET, zero_stage=3, device=torch.device("meta"))
+    recording = simulate.record(
+        net,
+        loss=lambda net, batch: net(input_ids=batch["input_ids"], use_cache=False).logits.sum(),
+        scope=applied.scope,
+        around=applied.micro_batch(),
+        stage_3=True,
+        micro_batch_size=2,
+        seq_len=16,
+        first=applied.first_forward() if learnt else None,
+    )
+    return recording, applied.graphs()
+
+
+def forward_peaks(recording: simulate.Recording) -> dict[int, int]:
+    """Return the most bytes in the forward of each layer."""
+    record, found = recording.timeline, dict.fromkeys(range(6), 0)
+    for part in record.parts[: record.backward_begins_at]:
+        if part.peak.layer is not None:
+            found[part.peak.layer] = max(found[part.peak.layer], part.peak.total)
+    return found
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "much", "nan", "inf"])

@@ -209,7 +209,7 @@ def with_first_calls(recording: Recording, held: Mapping[int, int]) -> Recording
     def add(snapshot: Snapshot) -> Snapshot:
         if snapshot.layer is None or snapshot.total < 0:
             return snapshot
-        more = max(0, *(size - sum(kept[layer : snapshot.layer]) for layer, size in held.items()))
+        more = max([0, *(size - sum(kept[layer : snapshot.layer]) for layer, size in held.items())])
         activations, recomputed, loss = snapshot.by_kind
         return snapshot._replace(total=snapshot.total + more, by_kind=(activations + more, recomputed, loss))
 

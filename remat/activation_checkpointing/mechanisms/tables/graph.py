@@ -145,7 +145,10 @@ class Graph:
         return self.owners[weight] if weight < len(self.owners) else None
 
     def finish(self) -> None:
-        """Name the values of live operations, once saves are known. Dead code (gathers of weights) does not count."""
+        """Leave out dead code (gathers of weights) and name the values, once saves are known.
+
+        Then layers that do the same have the same graph, whatever was gathered in their calls.
+        """
         for op in self.ops:
             if not op.fixed and self.edited.intersection(op.ins):
                 op.fixed = "it reads what the layer changes"
@@ -159,9 +162,9 @@ class Graph:
             if value.op >= 0 and value.op not in alive:
                 alive.add(value.op)
                 roots += self.ops[value.op].ins
+        self._renumber([self.ops[number] for number in sorted(alive)])
         seen: Counter[str] = Counter()
-        for number in sorted(alive):
-            op = self.ops[number]
+        for op in self.ops:
             base = f"{op.module or 'layer'}: {op.label}"
             seen[base] += 1
             times = f" {seen[base]}" if seen[base] > 1 else ""
@@ -170,6 +173,31 @@ class Graph:
         for value in self.values:
             if value.kind == "arg":
                 value.name = "input " + ".".join(map(str, value.where[1:]))
+
+    def _renumber(self, ops: list[Op]) -> None:
+        """Keep `ops` alone, with the values that they, saves and outputs use, in the order of their first use."""
+        used = [value.id for value in self.values if value.kind == "arg"]
+        for op in ops:
+            used += [*op.ins, *op.made]
+        used += [*(save.ref.value for save in self.saves), *sorted(self.outputs)]
+        to = {old: new for new, old in enumerate(dict.fromkeys(used))}
+        place = {id(op): number for number, op in enumerate(ops)}
+        old_ops, self.values = self.ops, [self.values[old] for old in to]
+        for new, value in enumerate(self.values):
+            value.id = new
+            value.op = place[id(old_ops[value.op])] if value.op >= 0 else value.op
+        self.ops = ops
+        for op in ops:
+            op.args = [
+                leaf._replace(value=to[leaf.value]) if isinstance(leaf, Ref) else leaf for leaf in op.args
+            ]
+            op.ins = tuple(to[value] for value in op.ins)
+            op.outs = [(leaf, to[value]) for leaf, value in op.outs]
+            op.writes = {leaf: to[value] for leaf, value in op.writes.items()}
+        for save in self.saves:
+            save.ref = save.ref._replace(value=to[save.ref.value])
+        self.outputs = {to[value] for value in self.outputs}
+        self.edited = {to[value] for value in self.edited if value in to}
 
 
 class Recorder(TorchDispatchMode):
