@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -262,6 +263,11 @@ def test_what_is_gathered_in_a_call_does_not_make_layers_differ() -> None:
     assert len(seen.applied.shared[budget.PROGRAMS]) == 3
     graphs = seen.applied.graphs()
     assert {value.name for value in graphs[5].values} == {value.name for value in graphs[2].values}
+
+
+def gather(times: int, *_: Any) -> None:
+    for _ in range(times):
+        torch.ones(4).mul(2)
 
 
 @pytest.mark.parametrize("step", [0.5, 0.0], ids=["different", "equal"])
