@@ -256,9 +256,7 @@ def test_what_is_gathered_in_a_call_does_not_make_layers_differ() -> None:
     """ZeRO-3 gathers more or fewer weights in each first call: operations whose result the layer does not use."""
     net = small_models.build("llama", num_hidden_layers=6)
     for number, layer in enumerate(layers.decoder_layers(net)):
-        layer.mlp.register_forward_pre_hook(
-            lambda *_, number=number: [torch.ones(4).mul(2) for _ in range(number)]
-        )
+        layer.mlp.register_forward_pre_hook(partial(gather, number))
     _, seen = learners(net)
     assert len(seen.applied.shared[budget.PROGRAMS]) == 3
     graphs = seen.applied.graphs()
