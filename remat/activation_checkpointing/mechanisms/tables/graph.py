@@ -162,7 +162,7 @@ class Graph:
             if value.op >= 0 and value.op not in alive:
                 alive.add(value.op)
                 roots += self.ops[value.op].ins
-        self._renumber([self.ops[number] for number in sorted(alive)])
+        self._renumber(sorted(alive))
         seen: Counter[str] = Counter()
         for op in self.ops:
             base = f"{op.module or 'layer'}: {op.label}"
@@ -174,20 +174,19 @@ class Graph:
             if value.kind == "arg":
                 value.name = "input " + ".".join(map(str, value.where[1:]))
 
-    def _renumber(self, ops: list[Op]) -> None:
-        """Keep `ops` alone, with the values that they, saves and outputs use, in the order of their first use."""
+    def _renumber(self, alive: list[int]) -> None:
+        """Keep the operations `alive`, with the values that they, saves and outputs use, in the order of first use."""
+        self.ops = [self.ops[number] for number in alive]
         used = [value.id for value in self.values if value.kind == "arg"]
-        for op in ops:
+        for op in self.ops:
             used += [*op.ins, *op.made]
         used += [*(save.ref.value for save in self.saves), *sorted(self.outputs)]
         to = {old: new for new, old in enumerate(dict.fromkeys(used))}
-        place = {id(op): number for number, op in enumerate(ops)}
-        old_ops, self.values = self.ops, [self.values[old] for old in to]
+        to_op = {old: new for new, old in enumerate(alive)}
+        self.values = [self.values[old] for old in to]
         for new, value in enumerate(self.values):
-            value.id = new
-            value.op = place[id(old_ops[value.op])] if value.op >= 0 else value.op
-        self.ops = ops
-        for op in ops:
+            value.id, value.op = new, to_op.get(value.op, -1)
+        for op in self.ops:
             op.args = [
                 leaf._replace(value=to[leaf.value]) if isinstance(leaf, Ref) else leaf for leaf in op.args
             ]
