@@ -23,7 +23,9 @@ ops.use_environment_folder()
 from tests.support import fork_server  # noqa: E402
 from tests.support.pool import RankPool  # noqa: E402
 
-LONGEST = [  # in CPU time of their own and of what they start
+LONGEST = [  # in CPU time of their own and of what they start; the first two by their exhaustive cases
+    "runs/test_sequence_parallel_ranks.py",
+    "planning/test_recipes_beaten.py",
     "runs/test_user_path.py",
     "runs/test_granularity_grid.py",
     "runs/test_retreat.py",
@@ -47,7 +49,6 @@ LONGEST = [  # in CPU time of their own and of what they start
     "runs/test_compiled_ranks.py",
     "runs/test_supervise.py",
     "planning/test_advice.py",
-    "planning/test_recipes_beaten.py",
     "planning/test_repeat.py",
     "runs/test_resume_equality.py",
     "runs/test_zero3_replica_ranks.py",
