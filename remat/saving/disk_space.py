@@ -18,8 +18,9 @@ import torch
 from remat.config import ds_config
 from remat.config.options import OptimStates
 from remat.config.units import GIB, MIB
+from remat.machine import distributed
 from remat.model import optimizer
-from remat.saving import manifest, shares
+from remat.saving import shares
 from remat.saving.manifest import SaveError
 
 MASTER = {OptimStates.fp32: 4, OptimStates.bf16_master: 2, OptimStates.bf16: 2}
@@ -52,7 +53,7 @@ def needed_bytes(engine: Any) -> int:
         return each * numel
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     tensors = {id(t): t for state in base.state.values() for t in state.values() if isinstance(t, torch.Tensor)}
-    ranks = manifest.place()[1] if engine.zero_optimization_stage() else 1
+    ranks = distributed.place()[1] if engine.zero_optimization_stage() else 1
     return (each - MOMENTS[states]) * numel + ranks * sum(t.nbytes for t in tensors.values())
 
 

@@ -42,7 +42,7 @@ def find_newest(path: Path, progress: Progress = lambda done, total: None) -> Fo
     Every file is read and its hash compared; the ranks share the work. Newest means saved last. `progress` is called on
     all ranks: at the beginning of a state, and after every ROUND_S in which more was read.
     """
-    states, notes = distributed.broadcast(manifest.list_states(path) if manifest.place()[0] == 0 else None)
+    states, notes = distributed.broadcast(manifest.list_states(path) if distributed.place()[0] == 0 else None)
     for state in states:
         problems = _verify(state, progress)
         if not problems:
@@ -54,7 +54,7 @@ def find_newest(path: Path, progress: Progress = lambda done, total: None) -> Fo
 
 def _verify(state: SavedState, progress: Progress) -> list[str]:
     """Return the problems of a state that all ranks find. A thread hashes; the main thread exchanges progress."""
-    rank, size = manifest.place()
+    rank, size = distributed.place()
     counts: list[int] = []  # appending is atomic between threads
     progress(0, state.info.size_bytes)
     with ThreadPoolExecutor(1, "remat-verify") as pool:
@@ -100,7 +100,7 @@ def resolve_resume(
     elif run_id is not None:
         places = [recipe / run_id]
     else:
-        places = distributed.broadcast(_runs(recipe) if manifest.place()[0] == 0 else None)
+        places = distributed.broadcast(_runs(recipe) if distributed.place()[0] == 0 else None)
     notes: list[str] = []
     for place in places:
         own(_run_dir(place))
@@ -161,7 +161,7 @@ def refuse_code(state: SavedState) -> None:
 
     Call it before the model is built, so that no rank is left waiting. Later reads make the same check.
     """
-    rank, size = manifest.place()
+    rank, size = distributed.place()
     try:
         found = safe_load.problem(safe_load.pickled(state.path)[rank::size])
     except OSError as error:  # the other ranks wait for this one's findings
@@ -184,7 +184,7 @@ def load(engine: Any, state: SavedState) -> None:
         states=ds_config.optimizer_states(engine.config),
     )
     divided = shares.group_size(engine), shares.stage_count(engine)
-    same_ranks = reshard.same_ranks(state, manifest.place()[1], *divided)
+    same_ranks = reshard.same_ranks(state, distributed.place()[1], *divided)
     if same_ranks and (other := sorted(state.info.cuts.items() ^ shares.find_cuts(engine.module).items())):
         raise ConfigError(
             f"resume: {state.path} has {other[0][0]} divided over the ranks that share layers in another way than this "
@@ -205,7 +205,7 @@ def load(engine: Any, state: SavedState) -> None:
             "build the model with model.init and model.path as in the saved run"
         )
     if nvme.in_use(engine):
-        nvme.prepare(engine, state.path / ENGINE, manifest.place()[0])
+        nvme.prepare(engine, state.path / ENGINE, distributed.place()[0])
     with safe_load.guarding():
         loaded, _ = engine.load_checkpoint(
             str(state.path),

@@ -20,8 +20,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from remat.config import paths
 from remat.config.options import ConfigError
 from remat.config.units import MIB
@@ -337,11 +335,6 @@ def remove(folder: Path) -> None:
         log.warning("could not delete %s: %s", folder, error)
 
 
-def place() -> tuple[int, int]:
-    """Return (rank, world size); (0, 1) outside a process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def raise_together(error: Exception | None, what: str) -> None:
     """Raise SaveError on every rank when any rank passes an `error`. Collective."""
     texts = distributed.gather(None if error is None else _text(error))
@@ -357,7 +350,7 @@ def run_on_main(action: Callable[[], T], what: str) -> T:
     """
     outcome: list[T] = []
     error: Exception | None = None
-    if place()[0] == 0:
+    if distributed.place()[0] == 0:
         try:
             outcome = [action()]
         except Exception as caught:

@@ -112,7 +112,7 @@ def load(engine: Any, state: SavedState) -> None:
 
     Random states are new, so dropout differs from that of the saved run.
     """
-    rank, size = manifest.place()
+    rank, size = distributed.place()
     own = safe_load.load(state.path / "rng" / "rank-00000.pt")
     folder = state.path.parent / UNIVERSAL
     what = f"resharding {state.path} for {size} ranks in {folder}"
@@ -183,7 +183,7 @@ def convert(state: SavedState, target: Path) -> Exception | None:
     """Write this rank's part of the universal folder. Return an error instead of raising it, for all ranks to raise."""
     stage, source = state.info.zero_stage, state.path / ENGINE
     try:
-        rank, size = manifest.place()
+        rank, size = distributed.place()
         step = _step(source, stage)
         held = MOMENTS_OF[state.info.optimizer]
         weights = SavedWeights(source, stage, moments=held, cuts=state.info.cuts)

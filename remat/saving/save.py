@@ -101,7 +101,7 @@ class PendingSave:
             self._flush()
         else:
             self._thread.join()
-        is_main = manifest.place()[0] == 0
+        is_main = distributed.place()[0] == 0
         try:
             if self._files is None and self._error is None:
                 self._error = SaveError("the thread that flushes and hashes ended without a result")
@@ -123,7 +123,7 @@ class PendingSave:
         if self._error is not None:
             return
         try:
-            rank = manifest.place()[0]
+            rank = distributed.place()[0]
             places = self._info.tensor_parallel_size, self._info.stage_ranks
             names = manifest.files_in(self._tmp)
             own = [name for name in names if (manifest.rank_of(name, *places) or 0) == rank]
@@ -187,7 +187,7 @@ def begin(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any]
     try:
         manifest.raise_together(_write_engine(engine, tmp), what)
     except SaveError:
-        if manifest.place()[0] == 0:
+        if distributed.place()[0] == 0:
             manifest.remove(tmp)
         raise
     error = _write_rng(engine.module, tmp)
@@ -233,7 +233,7 @@ def _describe(engine: Any, step: int, client_state: dict[str, Any]) -> Manifest:
     return Manifest(
         step=step,
         sequence=0,
-        world_size=manifest.place()[1],
+        world_size=distributed.place()[1],
         zero_stage=int(engine.zero_optimization_stage()),
         precision=str(engine_precision(engine)),
         layout=engine_layout(engine),
@@ -271,7 +271,7 @@ def engine_layout(engine: Any) -> str:
 
 
 def rng_file(folder: Path) -> Path:
-    return folder / "rng" / f"rank-{manifest.place()[0]:05d}.pt"
+    return folder / "rng" / f"rank-{distributed.place()[0]:05d}.pt"
 
 
 def _versions() -> dict[str, str]:

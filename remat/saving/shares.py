@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from remat.machine import distributed
-from remat.saving import manifest
 
 T = TypeVar("T")
 NOTE = "ds_autotp_universal_checkpoint_meta"  # deepspeed.checkpoint.constants.DS_AUTOTP_UC_META
@@ -36,7 +35,7 @@ def of_stages(engine: Any, own: T) -> list[T]:
     """Return `own` of each stage's first rank, in the order of stages. Collective where there are several."""
     if stage_count(engine) == 1:
         return [own]
-    return distributed.gather(own)[:: manifest.place()[1] // stage_count(engine)]
+    return distributed.gather(own)[:: distributed.place()[1] // stage_count(engine)]
 
 
 def find_cuts(module: nn.Module) -> dict[str, int]:
@@ -88,7 +87,7 @@ def read_over_stages(
     """
     from deepspeed.accelerator import get_accelerator
 
-    rank, size = manifest.place()
+    rank, size = distributed.place()
     per_stage, device = size // stage_count(engine), get_accelerator().current_device_name()
     forms = {name: (value.shape, value.dtype) for name, value in held.items()}
     owners: dict[str, tuple[int, torch.Size, torch.dtype]] = {}

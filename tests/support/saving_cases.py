@@ -416,7 +416,7 @@ def _reload(target: Any, folder: Path, max_shard_size: str) -> list[str | None]:
     distributed.barrier()
 
     def found() -> str | None:
-        rank, ranks = manifest.place()
+        rank, ranks = distributed.place()
         settings: dict[str, Any] = {"max_shard_size": max_shard_size, "part": rank, "parts": ranks}
         text = read_back.verify_export(target.module, folder / "own", state, folder / "run", **settings)
         return next((text for text in distributed.gather(text) if text is not None), None)

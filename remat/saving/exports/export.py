@@ -24,6 +24,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from remat.config.options import ConfigError, Precision
+from remat.machine import distributed
 from remat.model import adapters, hf_model
 from remat.saving import manifest, safe_load, shares
 from remat.saving.exports import hf_files
@@ -317,12 +318,12 @@ def write(
     started, folder = time.monotonic(), folder.absolute()
     what = f"exporting to {folder}"
     tmp = manifest.run_on_main(lambda: _prepare(folder), what)
-    shards = hf_files.Shards(tmp, plan, plan.files_of(*manifest.place()))
+    shards = hf_files.Shards(tmp, plan, plan.files_of(*distributed.place()))
     try:
         manifest.raise_together(_write_files(shards, read), what)
         manifest.run_on_main(lambda: _finish(plan, tmp, folder, describe), what)
     except SaveError:
-        if manifest.place()[0] == 0:
+        if distributed.place()[0] == 0:
             manifest.remove(tmp)
         raise
     return ExportResult(
