@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from remat.config.options import NOT_FOLDERS, ConfigError, OptimStates, Precisio
 from remat.machine import distributed, rng
 from remat.saving import frozen, manifest, nvme, reshard, safe_load, shares
 from remat.saving.manifest import ENGINE, SAVED, STEP, UNFINISHED, SavedState, SaveError
-from remat.saving.save import ROUND_S, engine_layout, engine_precision, rng_file
+from remat.saving.save import engine_layout, engine_precision, rng_file
+
+ROUND_S = 5.0  # between two reports of the ranks that verify a state
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Found:
     """The newest complete state, if any, and a note on each folder that was skipped."""
 
     state: SavedState | None
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import logging
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -150,11 +149,6 @@ def _retain(saved: Path, keep: int) -> None:
     complete = [state for state in manifest.list_states(saved)[0] if manifest.is_complete(state.path)]
     for state in complete[keep:]:
         manifest.remove(state.path)
-
-
-log = logging.getLogger(__name__)
-
-ROUND_S = 5.0  # between two reports of the ranks that verify a state
 
 
 def save(engine: Any, run_dir: Path, *, step: int, client_state: dict[str, Any], keep: int) -> SaveResult:
