@@ -84,6 +84,11 @@ class Manifest:
         return self.world_size // self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else 0
 
     @property
+    def on_nvme(self) -> bool:
+        """Return whether parts are DeepSpeed's NVMe files, which only a running engine can read."""
+        return any("/offloaded_tensors/" in name for name in self.files)
+
+    @property
     def size_bytes(self) -> int:
         return sum(entry.size_bytes for entry in self.files.values())
 

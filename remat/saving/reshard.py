@@ -83,7 +83,7 @@ def find_refusals(
             f"{ranks}, and DeepSpeed would round its fp32 moments to the bf16 of its master weights: {start}"
         )
     devices = [(zero.get(name) or {}).get("device") for name in ("offload_optimizer", "offload_param")]
-    if any("/offloaded_tensors/" in name for name in info.files):
+    if info.on_nvme:
         found.append(
             f"{ranks}, but its optimizer state is in DeepSpeed's NVMe files, one set per rank: {start}"
         )

@@ -291,7 +291,7 @@ def _unpartitioned_masters(engine: Any) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def _saved_weights(state_dir: Path, info: manifest.Manifest, dtype: torch.dtype) -> SavedWeights:
-    if any("/offloaded_tensors/" in name for name in info.files):
+    if info.on_nvme:
         raise ConfigError(
             f"{state_dir} keeps its fp32 weights in DeepSpeed's NVMe files, which only a running engine can read: "
             "resume the run with save.export=true"

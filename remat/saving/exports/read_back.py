@@ -82,7 +82,7 @@ def _readable_without_engine(module: Any, state: Path) -> bool:
     """
     if hf_files.find_adapter_config(module) is None and module.is_remote_code():
         return False
-    return not any("/offloaded_tensors/" in name for name in manifest.read(state).files)
+    return not manifest.read(state).on_nvme
 
 
 def _wrong(name: str, file: Path, plan: hf_files.Plan, saved: torch.Tensor | None) -> str | None:
