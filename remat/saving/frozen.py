@@ -1,16 +1,18 @@
-"""Keep frozen parameters out of saved states, and check at a resume that the model was built with the same values."""
+"""Load states that lack frozen parameters, and check that the model was built with the same values of those."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from remat.saving import shares
-from remat.saving.manifest import Manifest, SaveError
+from remat.config.options import ConfigError
+from remat.saving import safe_load, shares
+from remat.saving.manifest import ENGINE, Manifest, SavedState, SaveError
 
 VALUES = 16  # values of each parameter in the fingerprint
 
@@ -65,7 +67,25 @@ def _digest(module: nn.Module, held: Callable[[str, nn.Parameter], torch.Tensor]
     return digest.hexdigest()
 
 
-def load_trainable(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+def check_same(state: SavedState, noted: str, found: str) -> None:
+    """Raise ConfigError when `state` has no frozen weights and the fingerprint `found` is not the `noted` one."""
+    if state.info.frozen_excluded and found != noted:
+        raise ConfigError(
+            f"resume: {state.path} holds no frozen weights, and this model's differ from those of the saved run: "
+            "build the model with model.init and model.path as in the saved run"
+        )
+
+
+def load_engine(engine: Any, folder: Path, info: Manifest) -> None:
+    """Let DeepSpeed load its files in `folder`. Raises SaveError when it loads nothing. Collective."""
+    load_module = _load_trainable if info.frozen_excluded else None
+    with safe_load.guarding():
+        loaded, _ = engine.load_checkpoint(str(folder), tag=ENGINE, custom_load_fn=load_module)
+    if loaded is None:
+        raise SaveError(f"DeepSpeed found nothing to load in {folder / ENGINE}")
+
+
+def _load_trainable(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
     """Load a state without frozen parameters into `dst`.
 
     Raises SaveError when `src` has unknown names, or lacks a name that is not a frozen parameter's.

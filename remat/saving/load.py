@@ -12,7 +12,7 @@ from remat.config import ds_config, paths
 from remat.config.options import NOT_FOLDERS, ConfigError, OptimStates, Precision
 from remat.machine import distributed, rng
 from remat.saving import frozen, manifest, nvme, reshard, safe_load, shares
-from remat.saving.manifest import ENGINE, SAVED, STEP, UNFINISHED, SavedState, SaveError
+from remat.saving.manifest import ENGINE, SAVED, STEP, UNFINISHED, SavedState
 from remat.saving.save import engine_layout, engine_precision, rng_file
 
 ROUND_S = 5.0  # between two reports of the ranks that verify a state
@@ -201,22 +201,10 @@ def load(engine: Any, state: SavedState) -> None:
         reshard.load(engine, state)
         return
     own = safe_load.load(rng_file(state.path))
-    if state.info.frozen_excluded and own["frozen"] != frozen.fingerprint(engine.module):
-        raise ConfigError(
-            f"resume: {state.path} holds no frozen weights, and this model's differ from those of the saved run: "
-            "build the model with model.init and model.path as in the saved run"
-        )
+    frozen.check_same(state, own["frozen"], frozen.fingerprint(engine.module))
     if nvme.in_use(engine):
         nvme.prepare(engine, state.path / ENGINE, distributed.place()[0])
-    with safe_load.guarding():
-        loaded, _ = engine.load_checkpoint(
-            str(state.path),
-            tag=ENGINE,
-            load_module_strict=True,
-            custom_load_fn=frozen.load_trainable if state.info.frozen_excluded else None,
-        )
-    if loaded is None:
-        raise SaveError(f"DeepSpeed found nothing to load in {state.path / ENGINE}")
+    frozen.load_engine(engine, state.path, state.info)
     rng.put(own["rng"])
     distributed.barrier()
 

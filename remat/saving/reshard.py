@@ -117,18 +117,16 @@ def load(engine: Any, state: SavedState) -> None:
     folder = state.path.parent / UNIVERSAL
     what = f"resharding {state.path} for {size} ranks in {folder}"
     frozen_now = frozen.fingerprint_of_first(engine.module, state.info)
-    manifest.run_on_main(lambda: _refuse_other_model(engine, state, frozen_now == own["frozen"]), what)
+    manifest.run_on_main(lambda: _refuse_other_model(engine, state, own["frozen"], frozen_now), what)
     try:
         if state.info.zero_stage == 0:
-            loaded = _load_engine(engine, state.path, state.info.frozen_excluded)
+            frozen.load_engine(engine, state.path, state.info)
         else:
             manifest.run_on_main(lambda: manifest.remove(folder), what)
             manifest.raise_together(convert(state, folder / ENGINE), what)
             with _universal(engine):
-                loaded = _load_engine(engine, folder, state.info.frozen_excluded)
+                frozen.load_engine(engine, folder, state.info)
             _restore(engine, state)
-        if not loaded:
-            raise SaveError(f"DeepSpeed found nothing to load in {folder}")
         distributed.barrier()  # after it no rank reads the folder
     finally:
         if rank == 0:
@@ -158,7 +156,7 @@ def _room(state: SavedState, world_size: int, shared_by: int) -> tuple[int, int]
     return BYTES_PER_PARAMETER * numel + small, disk_space.free_bytes(state.path)
 
 
-def _refuse_other_model(engine: Any, state: SavedState, same_frozen: bool) -> None:
+def _refuse_other_model(engine: Any, state: SavedState, frozen_noted: str, frozen_now: str) -> None:
     """Raise ConfigError unless names, shapes and frozen weights are as saved. Groups may be in another order."""
     if state.info.zero_stage:
         saved = SavedWeights(state.path / ENGINE, state.info.zero_stage, cuts=state.info.cuts).trained
@@ -172,11 +170,7 @@ def _refuse_other_model(engine: Any, state: SavedState, same_frozen: bool) -> No
                 f"resume: {state.path} has other parameters than this run ({other[0]} and {len(other) - 1} more): "
                 "the model and its adapters must be as saved"
             )
-    if state.info.frozen_excluded and not same_frozen:
-        raise ConfigError(
-            f"resume: {state.path} holds no frozen weights, and this model's differ from those of the saved run: "
-            "build the model with model.init and model.path as in the saved run"
-        )
+    frozen.check_same(state, frozen_noted, frozen_now)
 
 
 def convert(state: SavedState, target: Path) -> Exception | None:
@@ -245,12 +239,6 @@ def _universal(engine: Any) -> Iterator[None]:
         if stage < 3:
             optimizer.bit16_groups = groups
             optimizer._link_all_hp_params()
-
-
-def _load_engine(engine: Any, folder: Path, frozen_excluded: bool) -> bool:
-    load_trainable = frozen.load_trainable if frozen_excluded else None
-    with safe_load.guarding():
-        return engine.load_checkpoint(str(folder), tag=ENGINE, custom_load_fn=load_trainable)[0] is not None
 
 
 def _restore(engine: Any, state: SavedState) -> None:
