@@ -48,7 +48,7 @@ def _first_values(parameter: Any, dim: int | None, shared_by: int, count: int) -
     """
     from deepspeed.runtime.zero import GatheredParameters
 
-    apart = dim is not None or shares.is_cut(parameter)
+    apart = dim is not None or shares.cut_of(parameter) is not None
     if not apart and getattr(parameter, "ds_tensor", parameter).numel() >= count:
         return getattr(parameter, "ds_tensor", parameter).detach().flatten()[:count]
     with GatheredParameters([parameter]):  # does nothing for a parameter that is not sharded

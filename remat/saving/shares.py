@@ -8,7 +8,7 @@ Other parameters, such as norms and embeddings, are whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -38,20 +38,21 @@ def of_stages(engine: Any, own: T) -> list[T]:
     return distributed.gather(own)[:: distributed.place()[1] // stage_count(engine)]
 
 
+def cut_of(parameter: torch.Tensor) -> int | None:
+    """Return the dimension along which `parameter` is cut; None where ranks hold no shares of it."""
+    note = getattr(parameter, NOTE, None)
+    return None if note is None else note["partition_dim"]
+
+
 def find_cuts(module: nn.Module) -> dict[str, int]:
     """Return {name: dimension of the cut} of the weights of which ranks hold shares."""
-    cuts = {name: _cut(parameter) for name, parameter in module.named_parameters()}
+    cuts = {name: cut_of(parameter) for name, parameter in module.named_parameters()}
     return {name: dim for name, dim in cuts.items() if dim is not None}
-
-
-def is_cut(parameter: torch.Tensor) -> bool:
-    """Return whether ranks hold shares of `parameter`."""
-    return _cut(parameter) is not None
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
     """Return the shape of the whole weight: before ZeRO-3 sharded it, and before ranks took their shares."""
-    if _cut(parameter) is not None:
+    if cut_of(parameter) is not None:
         return torch.Size(getattr(parameter, NOTE)["original_shape"])
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -61,7 +62,7 @@ def gather(parameter: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 
     Collective in the tensor-parallel group for a parameter that is cut; any other is returned as it is.
     """
-    dim = _cut(parameter)
+    dim = cut_of(parameter)
     if dim is None:
         return share
     from deepspeed.accelerator import get_accelerator
@@ -71,7 +72,7 @@ def gather(parameter: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     own = share.detach().to(get_accelerator().current_device_name()).contiguous()
     shares = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shares, own, group=group)
-    return join(shares, dim)
+    return torch.cat(shares, dim=dim)
 
 
 def read_over_stages(
@@ -103,13 +104,3 @@ def read_over_stages(
         return sent.cpu() if keep else None
 
     return read_any
-
-
-def join(shares: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Return the whole weight, given the shares of all ranks of a group in rank order."""
-    return torch.cat(list(shares), dim=dim)
-
-
-def _cut(parameter: torch.Tensor) -> int | None:
-    note = getattr(parameter, NOTE, None)
-    return None if note is None else note["partition_dim"]

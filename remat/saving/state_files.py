@@ -18,7 +18,7 @@ import torch
 
 from remat.config.units import MIB
 from remat.model.optimizer import WRAPPED
-from remat.saving import safe_load, shares
+from remat.saving import safe_load
 from remat.saving.manifest import SaveError
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class SavedWeights:
         """Return a copy of one whole weight, or of one of its MOMENTS, in the weight's shape and in fp32."""
         if name not in self._cuts:
             return next(share for share in self._shares if name in share.names).read(name, state)
-        return shares.join([share.read(name, state) for share in self._shares], self._cuts[name])
+        return torch.cat([share.read(name, state) for share in self._shares], dim=self._cuts[name])
 
     def _whole(self, name: str, shape: torch.Size) -> torch.Size:
         cut = self._cuts.get(name)
