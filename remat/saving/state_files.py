@@ -141,7 +141,8 @@ class SavedShare:
         group, offset, shape = self._places[name]
         flats = self._sharding(name, self._flats[state])
         if self._stage == 3:
-            parts = self._parts_at_3(flats, offset, shape)
+            numel = -(-shape.numel() // len(flats))
+            parts = [part for own in flats for part in _slices(own, offset, numel)]
         else:
             parts = _slices([own[group] for own in flats], offset, shape.numel())
         self._read_bytes += sum(part.nbytes for part in parts)
@@ -169,7 +170,9 @@ class SavedShare:
                 ranks = len(self._sharding(name, self._ranks))
                 offset += -(-shape.numel() // ranks) if self._stage == 3 else shape.numel()
                 offset += self._gaps[index][number] if self._gaps is not None else 0
-            for held in (self._numel(flats, index) for flats in self._flats.values()):
+            for flats in self._flats.values():
+                parts = flats[0] if self._stage == 3 else [own[index] for own in flats]
+                held = sum(part.numel() for part in parts)
                 if not offset <= held < offset + (1 if self._stage == 3 else 2 * len(self._ranks)):
                     raise SaveError(
                         f"group {index} of {self._ranks[0].parent} holds {held} numbers, not {offset}"
@@ -187,17 +190,6 @@ class SavedShare:
         if any(state not in own for own in held):
             raise SaveError(f"{self._module_file.parent} holds no {state}: no optimizer step was applied yet")
         return [own[state] for own in held]
-
-    def _numel(self, flats: list[list[torch.Tensor]], group: int) -> int:
-        if self._stage == 3:
-            return sum(flat.numel() for flat in flats[0])
-        return sum(own[group].numel() for own in flats)
-
-    def _parts_at_3(
-        self, flats: list[list[torch.Tensor]], offset: int, shape: torch.Size
-    ) -> list[torch.Tensor]:
-        numel = -(-shape.numel() // len(flats))
-        return [part for own in flats for part in _slices(own, offset, numel)]
 
     def _sharding(self, name: str, ranks: list[T]) -> list[T]:
         """Return those of `ranks` over which ZeRO shards a weight."""
