@@ -58,9 +58,7 @@ def needed_bytes(engine: Any) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes of the filesystem of `folder`, or of its nearest parent that exists."""
-    while not folder.exists():
-        folder = folder.parent
+    """Return the free bytes of the filesystem that `folder` is on."""
     return shutil.disk_usage(folder).free
 
 

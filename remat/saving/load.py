@@ -202,7 +202,7 @@ def load(engine: Any, state: SavedState) -> None:
         return
     own = safe_load.load(rng_file(state.path))
     frozen.check_same(state, own["frozen"], frozen.fingerprint(engine.module))
-    if nvme.in_use(engine):
+    if engine.zero_nvme_offload_optimizer():
         nvme.prepare(engine, state.path / ENGINE, distributed.place()[0])
     frozen.load_engine(engine, state.path, state.info)
     rng.put(own["rng"])

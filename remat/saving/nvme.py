@@ -27,10 +27,6 @@ from remat.machine.distributed import World
 from remat.saving import safe_load
 
 
-def in_use(engine: Any) -> bool:
-    return bool(engine.zero_nvme_offload_optimizer())
-
-
 def prepare(engine: Any, folder: Path, rank: int) -> None:
     """Restore this rank's unswapped tensors, and register the saved files with the swapper.
 
@@ -47,9 +43,8 @@ def prepare(engine: Any, folder: Path, rank: int) -> None:
             is_swapped = isinstance(value, torch.Tensor) and value.numel() == 0
             optimizer.optimizer.state[master][name] = value.new_zeros(numel) if is_swapped else value
         if optimizer._swappable_optimizer_subgroup(index):
-            swapper._get_param_swap_info(
-                master
-            ).release_memory()  # registers the moments, then frees their memory
+            info = swapper._get_param_swap_info(master)  # registers the moments
+            info.release_memory()
         else:
             master.data.copy_(saved["fp32_flat_groups"][index])
     expected = {Path(t.swap_path).name for info in swapper.swap_params_info.values() for t in info.tensors}

@@ -8,12 +8,11 @@ again needs no more room, unless the file system copies on write.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from remat.saving.disk_space import describe_size
+from remat.saving.disk_space import describe_size, free_bytes
 
 
 class SwapError(RuntimeError):
@@ -33,7 +32,7 @@ def bytes_in(folder: Path) -> int:
 
 def describe_lack(folder: Path, needed_bytes: int) -> str | None:
     """Return why the disk of `folder` cannot take `needed_bytes` more, None if it can."""
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(folder)
     if needed_bytes <= free:
         return None
     return (
@@ -73,7 +72,7 @@ class Reserving:
         except OSError as error:
             raise SwapError(
                 f"hardware.nvme_path={self._folder}: no room for the swap file {path}: {error.strerror}, "
-                f"{describe_size(size)} needed, {describe_size(shutil.disk_usage(self._folder).free)} free. Saved "
+                f"{describe_size(size)} needed, {describe_size(free_bytes(self._folder))} free. Saved "
                 "states are whole; free some, or choose another hardware.nvme_path, and resume"
             ) from error
         self._sizes[path] = size
