@@ -18,38 +18,28 @@ LOCAL = {  # file systems on this node's own disks and memory: no other node wri
     "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "bcachefs", "tmpfs", "ramfs", "overlay",
     "aufs",
 }  # fmt: skip
+LATE_S = 90.0  # time for a network file system to show another node's file: NFS caches folders for 60 s
+LOCAL_S = 2.0  # the same for a disk of this node, where files show at once
+ASK_EVERY_S = 0.5
 
 
-def kind(folder: Path) -> str:
-    """Return the type of the file system that `folder` is on, or will be made on: ext4, nfs4, lustre."""
-    path = folder.expanduser().absolute()
+def is_local(folder: Path) -> bool:
+    """Return whether only this node can see `folder`. Network file systems may show other nodes' files late."""
+    path = folder.absolute()
     while not path.exists():
         path = path.parent
     path = path.resolve()
     # of two mounts on one folder the later one counts
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    for parent in (path, *path.parents):
-        if str(parent) in mounts:
-            return mounts[str(parent)]
-    return "unknown"
-
-
-def is_local(folder: Path) -> bool:
-    """Return whether only this node can see `folder`. Network file systems may show other nodes' files late."""
-    return kind(folder) in LOCAL
-
-
-LATE_S = 90.0  # time for a network file system to show another node's file: NFS caches folders for 60 s
-LOCAL_S = 2.0  # the same for a disk of this node, where files show at once
-ASK_EVERY_S = 0.5
+    kinds = (mounts[str(parent)] for parent in (path, *path.parents) if str(parent) in mounts)
+    return next(kinds, "unknown") in LOCAL
 
 
 def check(folder: Path, option: str) -> None:
     """Raise ConfigError on every rank when another node does not see the `folder` that rank 0 has made. Collective."""
     if distributed.local_size_from_env() >= distributed.world_size_from_env():
         return
-    with _token(folder) as mine:
-        name, problem = mine
+    with _token(folder) as (name, problem):
         written = distributed.broadcast(name if problem is None else None)
         if written and not _seen(folder / written):
             problem = f"{folder} is not the folder that rank 0 has made"
@@ -65,15 +55,12 @@ def check_newest(folder: Path, patterns: Sequence[str], option: str) -> None:
         return
     found: tuple[Path, int] | None = None
     if distributed.rank_from_env() == 0:
-        newest = max((p for pattern in patterns for p in folder.glob(pattern)), key=_changed_s, default=None)
+        files = (path for pattern in patterns for path in folder.glob(pattern))
+        newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
         found = (newest.absolute(), newest.stat().st_size) if newest else None
     found = distributed.broadcast(found)
     lacks = found is not None and not _seen(*found)
     _refuse(f"{found[0]}, which rank 0 found, is not there" if found and lacks else None, option)
-
-
-def _changed_s(path: Path) -> float:
-    return path.stat().st_mtime
 
 
 def _refuse(problem: str | None, option: str) -> None:
