@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from remat.config import ds_config
 from remat.config.options import ConfigError, OptimStates, Reshard
 from remat.config.units import MIB
 from remat.machine import distributed, rng
@@ -35,7 +36,7 @@ SHARDED = (
 )
 
 
-def same_ranks(state: SavedState, world_size: int, shared_by: int, stages: int = 1) -> bool:
+def same_ranks(state: SavedState, world_size: int, shared_by: int, stages: int) -> bool:
     """Return whether `state` was saved with this world size, `shared_by` ranks that share layers, and `stages`."""
     info = state.info
     saved = (info.world_size, info.tensor_parallel_size, info.pipeline_parallel_size)
@@ -82,7 +83,7 @@ def find_refusals(
         found.append(
             f"{ranks}, and DeepSpeed would round its fp32 moments to the bf16 of its master weights: {start}"
         )
-    devices = [(zero.get(name) or {}).get("device") for name in ("offload_optimizer", "offload_param")]
+    devices = ds_config.optimizer_offload_device(rendered), ds_config.param_offload_device(rendered)
     if info.on_nvme:
         found.append(
             f"{ranks}, but its optimizer state is in DeepSpeed's NVMe files, one set per rank: {start}"
