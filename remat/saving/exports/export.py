@@ -35,11 +35,7 @@ MODEL_FOLDER = "model"
 README = "README.md"
 # (name, keep) -> the weight, None unless this rank is to keep it; collective
 Read = Callable[[str, bool], torch.Tensor | None]
-DTYPES = {
-    str(Precision.fp32): torch.float32,
-    str(Precision.bf16): torch.bfloat16,
-    str(Precision.fp16): torch.float16,
-}
+DTYPES = {str(precision): dtype for precision, dtype in hf_model.DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -188,7 +184,7 @@ def open_saved_state(
     described = run_dir / MODEL_FOLDER
     if not (described / "config.json").exists():
         raise ConfigError(f"{described}/config.json is missing: give the run directory of {state_dir}")
-    config = _config(described)
+    config = load_config(described)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if not isinstance(model_class, type):
         raise ConfigError(f"{described}/config.json: {config.model_type} is not one causal language model")
@@ -211,7 +207,7 @@ def open_saved_state(
     return plan, read
 
 
-def _config(folder: Path) -> Any:
+def load_config(folder: Path) -> Any:
     """Load the model's configuration. Hub code and attention kernels that a config.json can name are not loaded."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False, attn_implementation="eager")
@@ -305,12 +301,7 @@ def _saved_weights(state_dir: Path, info: manifest.Manifest, dtype: torch.dtype)
     return SavedWeights(state_dir / ENGINE, info.zero_stage, cuts=info.cuts, stages=stages)
 
 
-def write(
-    plan: hf_files.Plan,
-    read: Read,
-    folder: Path,
-    describe: Callable[[Path], None],
-) -> ExportResult:
+def write(plan: hf_files.Plan, read: Read, folder: Path, describe: Callable[[Path], None]) -> ExportResult:
     """Read every unit on all ranks, write each file on one rank, check the files, and rename the folder. Collective.
 
     An error on any rank raises SaveError on every rank; a `folder` that is no export raises ConfigError.

@@ -30,8 +30,13 @@ from remat.config.options import ConfigError
 from remat.saving import manifest, shares
 from remat.saving.manifest import SaveError
 
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
 WEIGHTS = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model{suffix}.safetensors"
 METADATA = {"format": "pt", "producer": "remat"}  # "pt" is what transformers looks for
 
 
@@ -215,12 +220,6 @@ def write_index(folder: Path, plan: Plan) -> None:
         metadata = {"total_parameters": plan.num_params, **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model{suffix}.safetensors"
 
 
 def find_adapter_config(module: Any) -> PeftConfig | None:
