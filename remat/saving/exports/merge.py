@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig
 
 from remat.config.options import ConfigError, ModelInit, PeftMethod, RunConfig
 from remat.config.units import format_size
@@ -112,7 +111,7 @@ def _adapters(
         plan, read = export.open_saved_state(place, run_dir, Form(dtype=dtype))
         names = {name for unit in plan.units for name in unit}
         return plan.skeleton, lambda name: read(name) if name in names else None
-    config = AutoConfig.from_pretrained(run_dir / export.MODEL_FOLDER, trust_remote_code=False)
+    config = export.load_config(run_dir / export.MODEL_FOLDER)
     skeleton = hf_files.build_adapter_skeleton(model_class, config, place)
     plan = hf_files.plan_adapter(skeleton, dtype)
     file = place / hf_files.ADAPTER_WEIGHTS.format(suffix="")
