@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import httpx2
 import pytest
@@ -54,7 +54,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def send(folder: Path, hub: Hub, repo_id: str = "me/model", *, public: bool = False) -> str:
-    return push.push(folder, repo_id, public=public, message="Upload the model", api=hub)
+    with patch.object(push, "HfApi", lambda: hub):
+        return push.push(folder, repo_id, public=public, message="Upload the model")
 
 
 @pytest.mark.parametrize(

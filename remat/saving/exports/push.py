@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import httpx2
 from huggingface_hub import HfApi
@@ -23,7 +22,7 @@ ENDINGS = {".safetensors", ".json", ".jinja", ".md", ".txt", ".model", ".tiktoke
 ANY_WORD = {"tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"}  # a vocabulary may hold any word
 
 
-def push(folder: Path, repo_id: str, *, public: bool, message: str, api: Any = None) -> str:
+def push(folder: Path, repo_id: str, *, public: bool, message: str) -> str:
     """Upload `folder` as the model `repo_id`, which is created if it does not exist; return its address.
 
     Raises ConfigError when the folder holds more than an exported model, the name is invalid, there is no token,
@@ -36,7 +35,7 @@ def push(folder: Path, repo_id: str, *, public: bool, message: str, api: Any = N
         found.append(f"{repo_id} is no name of a repository ({str(error).splitlines()[0]}): write OWNER/NAME")
     if found:
         raise ConfigError("\n".join(found))
-    api = api or HfApi()
+    api = HfApi()
     try:
         address = str(api.create_repo(repo_id, private=not public, exist_ok=True))
     except httpx2.TransportError as error:
