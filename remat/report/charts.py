@@ -47,7 +47,11 @@ BARS = {  # key -> name in the legend, colour of the theme
 }
 AFTER = {"load": "after load", "engine": "engine built", "forward": "after forward", "backward": "after backward",
          "step": "after step"}  # fmt: skip
-SNAPSHOT_ALT = {
+ALT = {
+    "loss": "Training and evaluation loss, gradient norm and learning rate over steps",
+    "step_time": "Seconds per step, split into data, forward, backward, optimizer and the rest",
+    "memory": "Peak GPU and host memory over steps, highest and lowest rank",
+    "throughput": "Tokens per second and FLOPs utilisation over steps",
     "snapshots": "Memory after loading, building the engine, the first forward, backward and step",
     "nvml": "Memory in use on the GPU, load and power over time, as the driver says",
 }
@@ -115,10 +119,14 @@ def charts(rows: Rows, theme: Theme, resumed: Sequence[int] = ()) -> dict[str, b
             figure = make(rows, theme)
             if figure is not None:
                 _mark_resumes(figure, resumed, theme)
-                image = io.BytesIO()
-                figure.savefig(image, format="png", dpi=DPI)
-                images[name] = image.getvalue()
+                images[name] = _png(figure)
     return images
+
+
+def _png(figure: Figure) -> bytes:
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=DPI)
+    return image.getvalue()
 
 
 def _mark_resumes(figure: Figure, steps: Sequence[int], theme: Theme) -> None:
@@ -358,7 +366,7 @@ def _throughput(rows: Rows, theme: Theme) -> Figure | None:
     figure, panels = _axes(5.0 if utilisation else 3.2, (1.4, 1.0) if utilisation else (1.0,))
     speed = panels[0]
     _plot(speed, rows, TOKENS_PER_S, theme.blue, "all tokens")
-    seen, trained = (series(rows, f"throughput/{name}")[1] for name in ("tokens_per_s", "trained_tokens_per_s"))
+    seen, trained = (series(rows, name)[1] for name in (TOKENS_PER_S, TRAINED_TOKENS_PER_S))
     if trained and statistics.fmean(trained) < 0.995 * statistics.fmean(seen):
         _plot(speed, rows, TRAINED_TOKENS_PER_S, theme.orange, "tokens in the loss")
     speed.set_title("Throughput, all ranks together")
@@ -380,19 +388,13 @@ def _throughput(rows: Rows, theme: Theme) -> Figure | None:
 
 def draw_snapshots(run_dir: Path, theme: Theme) -> dict[str, bytes]:
     """Return PNG bytes of those of `snapshots` and `nvml` for which the run has files."""
-    found: dict[str, Figure] = {}
     images: dict[str, bytes] = {}
-    path, sampled = run_dir / "snapshots.json", run_dir / "profile" / "nvml-rank-0.jsonl"
+    path, rows = run_dir / "snapshots.json", samples(run_dir / "profile" / "nvml-rank-0.jsonl")
     with matplotlib.rc_context(style(theme)):
         if path.exists():
-            found["snapshots"] = _bars(json.loads(path.read_text()), theme)
-        rows = samples(sampled)
+            images["snapshots"] = _png(_bars(json.loads(path.read_text()), theme))
         if len(rows) > 1:
-            found["nvml"] = _over_time(rows, theme)
-        for name, figure in found.items():
-            image = io.BytesIO()
-            figure.savefig(image, format="png", dpi=DPI)
-            images[name] = image.getvalue()
+            images["nvml"] = _png(_over_time(rows, theme))
     return images
 
 

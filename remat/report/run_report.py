@@ -42,17 +42,11 @@ from remat.config.metrics import (
 from remat.config.options import ConfigError
 from remat.config.redact import redact
 from remat.config.units import GIB
-from remat.report.charts import DARK, LIGHT, PHASES, SNAPSHOT_ALT, Rows, charts, draw_snapshots, series
+from remat.report.charts import ALT, DARK, LIGHT, PHASES, Rows, charts, draw_snapshots, series
 from remat.report.page import Page, Picture, Table, render
 from remat.report.run_dir import retreats
 from remat.report.tracking import RECORD, read_metrics
 
-ALT = {
-    "loss": "Training and evaluation loss, gradient norm and learning rate over steps",
-    "step_time": "Seconds per step, split into data, forward, backward, optimizer and the rest",
-    "memory": "Peak GPU and host memory over steps, highest and lowest rank",
-    "throughput": "Tokens per second and FLOPs utilisation over steps",
-}
 MEMORY_ROWS = {
     GPU_ALLOCATED_PEAK_GIB: "GPU allocated, peak",
     GPU_RESERVED_PEAK_GIB: "GPU reserved, peak",
@@ -78,8 +72,7 @@ def draw(run_dir: Path) -> list[Path]:
     for name, image in light.items():
         paths.append(folder / f"{name}.png")
         paths[-1].write_bytes(image)
-    alt = ALT | SNAPSHOT_ALT
-    pictures = [Picture(name, alt[name], light[name], dark[name]) for name in light]
+    pictures = [Picture(name, ALT[name], light[name], dark[name]) for name in light]
     paths.append(folder / "index.html")
     paths[-1].write_text(render(_page(run_dir, launches, rows, pictures)), encoding="utf-8")
     return paths
