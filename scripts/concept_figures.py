@@ -25,6 +25,7 @@ from remat.planning.simulation.peaks import Instant  # noqa: E402
 from remat.planning.simulation.types import Category, Phase  # noqa: E402
 from remat.report import plan_charts  # noqa: E402
 from remat.report.charts import LIGHT, WIDTH_IN, style  # noqa: E402
+from remat.report.plan import split_by_cause  # noqa: E402
 from scripts.generated import between, update  # noqa: E402
 
 PAGE, FIGURES = ROOT / "docs" / "concepts.md", ROOT / "docs" / "figures"
@@ -126,13 +127,11 @@ def draw_times(names: Sequence[str], path: Path, found: dict[str, Planned]) -> N
     """Draw the seconds of a step by cause."""
     figure = Figure(figsize=(WIDTH_IN, 0.9 + 0.42 * len(names)), layout="constrained")
     axes = figure.subplots()
-    colors = dict(zip(plan_charts.TIMES, plan_charts.COLORS, strict=False))
     for place, name in enumerate(names):
         left = 0.0
-        for cause in plan_charts.TIMES:
-            seconds = float(getattr(found[name].time, f"{cause}_s"))
-            label = plan_charts.TIME_NAMES.get(cause, cause) if place == 0 else None
-            axes.barh(place, seconds, left=left, color=colors[cause], label=label)
+        causes = split_by_cause(found[name].time).items()
+        for (cause, seconds), color in zip(causes, plan_charts.COLORS, strict=False):
+            axes.barh(place, seconds, left=left, color=color, label=cause if place == 0 else None)
             left += seconds
         axes.text(left, place, f" {left:.2f} s", va="center", fontsize=8.5, color=LIGHT.text)
     axes.set_yticks(range(len(names)), names)

@@ -51,8 +51,9 @@ def show(
     """
     plan, cfg = planned.plan, planned.cfg
     machine = f"{cfg.hardware.num_nodes} x " if cfg.hardware.num_nodes > 1 else ""
+    ranks = f"{planned.world_size} rank{'s' * (planned.world_size != 1)}"
     console.print(
-        f"{plan.verdict}: {title or cfg.name} on {machine}{cfg.hardware.name}, {_ranks(planned.world_size)}, "
+        f"{plan.verdict}: {title or cfg.name} on {machine}{cfg.hardware.name}, {ranks}, "
         f"trained by {planned.strategy.optimizer}"
         + f" with optim.states={cfg.optim.states}"
         * (cfg.optim.states is not OptimStates.fp32),
@@ -188,10 +189,6 @@ def _show_peaks(plan: Plan, console: Console) -> None:
         if name in plan.peaks
     )
     console.print(f"peaks, GiB allocated: {', '.join(parts)}", highlight=False)
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count != 1)}"
 
 
 def verdict(resource: Resource) -> str:
@@ -342,12 +339,12 @@ def _seconds(value: float) -> str:
 
 def _largest_part(time: StepTime) -> str:
     """Return the cause that takes most of a step, with its share."""
-    name, seconds = max(_parts(time).items(), key=lambda part: part[1])
+    name, seconds = max(split_by_cause(time).items(), key=lambda part: part[1])
     return f"{name} {seconds / time.total_s:.0%}" if time.total_s else ""
 
 
 def _show_change(change: Setting, planned: Planned, console: Console) -> None:
-    words = " ".join(shlex.quote(word) for word in change.overrides) or "(no change)"
+    words = shlex.join(change.overrides) or "(no change)"
     console.print(f"    {words}", style="cyan", soft_wrap=True)
     time, before = change.planned.time, planned.time
     at_most = "at most " * change.planned.is_cut_short  # a faster table may fit
@@ -384,13 +381,15 @@ def show_sweep(points: Sequence[Point], console: Console) -> None:
         marks = "~" if time.unknown else ""
         missing = missing_bytes(point.planned)
         lacks = ", ".join(f"{name.split()[0]} lacks {size / GIB:.1f}" for name, size in missing.items())
+        ending = lacks or ("fits, Pareto front" if point.on_pareto_front else "fits")
+        if point.planned.plan.verdict is Verdict.tight:
+            ending = f"tight, {lacks}"
         table.add_row(
             words,
-            f"{needed_bytes(point.planned, 'GPU memory') / GIB:.1f}",
-            f"{needed_bytes(point.planned, 'host memory per node') / GIB:.1f}",
+            *(f"{needed_bytes(point.planned, name) / GIB:.1f}" for name in (GPU_MEMORY, HOST_MEMORY)),
             f"{marks}{time.total_s:.3g}" if time.total_s else "not known",
             f"{marks}{time.tokens_per_s:,.0f}" if time.tokens_per_s else "not known",
-            _of_point(point, lacks),
+            ending,
             style="bold" if point.on_pareto_front else None,
         )
     console.print(table)
@@ -400,13 +399,6 @@ def show_sweep(points: Sequence[Point], console: Console) -> None:
     unknown = sorted({name for point in points if point.planned for name in point.planned.time.unknown})
     if unknown:
         console.print(f"~ without what is not known, and so not on the Pareto front: {', '.join(unknown)}")
-
-
-def _of_point(point: Point, lacks: str) -> str:
-    assert point.planned is not None
-    if point.planned.plan.verdict is Verdict.tight:
-        return f"tight, {lacks}"
-    return lacks or ("fits, Pareto front" if point.on_pareto_front else "fits")
 
 
 def show_retuned(found: Retuned, console: Console) -> None:
@@ -428,7 +420,8 @@ def show_retuned(found: Retuned, console: Console) -> None:
     console.print("the same rates with `remat plan ... --best` look at all other settings", style="dim")
 
 
-def _parts(time: StepTime) -> dict[str, float]:
+def split_by_cause(time: StepTime) -> dict[str, float]:
+    """Return the seconds of a step by the names of their causes."""
     return {
         "compute": time.compute_s,
         "recompute": time.recompute_s,
@@ -450,7 +443,7 @@ def _show_time(planned: Planned, console: Console) -> None:
         line += f"{time.tokens / most:,.0f} to {time.tokens / least:,.0f} tokens/s"
     elif time.tokens_per_s:
         line = f"step time at best: {time.total_s:.3g} s, {time.tokens_per_s:,.0f} tokens/s"
-    parts = [f"{name} {seconds:.3g} s" for name, seconds in _parts(time).items() if seconds]
+    parts = [f"{name} {seconds:.3g} s" for name, seconds in split_by_cause(time).items() if seconds]
     console.print(line + f": {', '.join(parts)}" * bool(parts), highlight=False)
     if time.traffic_bytes:
         sent = [f"{format_size(size)} through the {name}" for name, size in time.traffic_bytes.items()]

@@ -19,6 +19,7 @@ from remat.planning.simulation.simulate import Recording
 from remat.planning.simulation.types import Category, Phase, ZeroSettings
 from remat.planning.sweep import Point, is_timed
 from remat.report.charts import DPI, LIGHT, WIDTH_IN, style
+from remat.report.plan import split_by_cause
 
 COLORS = (
     "#2f6fc4",
@@ -33,8 +34,6 @@ COLORS = (
     "#c9d1da",
 )
 COLOR_OF = dict(zip(Category, COLORS, strict=True))
-TIMES = ("compute", "recompute", "pcie", "optimizer", "collectives", "nvme", "pipeline")
-TIME_NAMES = {"pcie": "PCIe", "nvme": "NVMe", "pipeline": "waits for stages"}
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ def bars(planned: Planned) -> list[Bar]:
 
 def times(planned: Planned) -> list[tuple[str, float]]:
     """Return the seconds of a step by cause, leaving out zeros."""
-    rows = [(TIME_NAMES.get(name, name), float(getattr(planned.time, f"{name}_s"))) for name in TIMES]
-    return [row for row in rows if row[1] > 0]
+    return [part for part in split_by_cause(planned.time).items() if part[1] > 0]
 
 
 def curve(planned: Planned, recording: Recording) -> list[Instant]:
