@@ -137,15 +137,12 @@ def _new_folder(recipe: Path, run_id: str | None, made: list[Path]) -> Path:
     names = (
         [run_id] if run_id else [f"{_launch_time()}{more}" for more in ("", *(f"-{n}" for n in range(2, 100)))]
     )
-    for number, name in enumerate(names, 1):
-        try:
+    for name in names:
+        with contextlib.suppress(FileExistsError):
             (recipe / name).mkdir(parents=True)
             made += [recipe / name, *above]
             return recipe / name
-        except FileExistsError:
-            if number == len(names):
-                raise
-    raise AssertionError("there is always a name")
+    raise FileExistsError(recipe / names[-1])
 
 
 def retreats(run_dir: Path) -> list[dict[str, Any]]:
@@ -157,7 +154,7 @@ def retreats(run_dir: Path) -> list[dict[str, Any]]:
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file atomically, with secrets removed."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(redact(content), indent=2, sort_keys=False, default=str) + "\n")
+    part.write_text(json.dumps(redact(content), indent=2, default=str) + "\n")
     part.replace(path)
 
 
@@ -203,16 +200,9 @@ def cpu_name() -> str:
 def commit() -> str | None:
     """Return the commit of this checkout, with -dirty when files differ; outside git, REMAT_COMMIT or None."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():  # remat is installed: a repository around it is not remat's
-        return os.environ.get("REMAT_COMMIT")
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except OSError:  # git is not installed
-        return os.environ.get("REMAT_COMMIT")
-    return done.stdout.strip() or os.environ.get("REMAT_COMMIT")
+    found = ""
+    if (root / ".git").exists():  # else remat is installed: a repository around it is not remat's
+        command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        with contextlib.suppress(OSError):  # git is not installed
+            found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout
+    return found.strip() or os.environ.get("REMAT_COMMIT")

@@ -154,12 +154,9 @@ def files(folder: Path) -> dict[str, str]:
     states = sorted((folder / "saved").glob("step-*"))
     if states:
         found["saved states"] = ", ".join(f"saved/{state.name}" for state in states)
-    if (folder / "export").is_dir():
-        found["exported model"] = "export/"
-    if (folder / "merged").is_dir():
-        found["merged model"] = "merged/"
-    if (folder / "best").is_dir():
-        found["best model"] = "best/"
+    for kind, name in (("exported", "export"), ("merged", "merged"), ("best", "best")):
+        if (folder / name).is_dir():
+            found[f"{kind} model"] = f"{name}/"
     found["look at it"] = f"remat report {folder}"
     return found
 
