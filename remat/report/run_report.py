@@ -273,18 +273,17 @@ def _totals(rows: Rows) -> dict[str, float]:
     Rows are weighted by their number of steps: a row's means cover the steps since the timed row before it.
     """
     timed = [row for row in rows if STEP_S in row]
-    counts = [after["step"] - before["step"] for before, after in itertools.pairwise(timed)]
-    if counts:
-        timed = timed[1:]
-    else:
-        counts = [1.0] * len(timed)
+    if not timed:
+        return {}
+    counts = [after["step"] - before["step"] for before, after in itertools.pairwise(timed)] or [1.0]
+    timed = timed[1:] or timed
+    seconds = [row[STEP_S] * count for row, count in zip(timed, counts, strict=True)]
     means: dict[str, float] = {}
-    for name in [key for key in (timed[-1] if timed else {}) if key.startswith(TIME)]:
-        means[name] = sum(row.get(name, 0.0) * n for row, n in zip(timed, counts, strict=True)) / sum(counts)
-    # Rates are averaged over time, not over rows.
-    weights = [row[STEP_S] * n for row, n in zip(timed, counts, strict=True)]
-    for name in [key for key in (timed[-1] if timed else {}) if key.startswith(THROUGHPUT)]:
-        means[name] = sum(row.get(name, 0.0) * w for row, w in zip(timed, weights, strict=True)) / sum(weights)
+    for prefix, weights in ((TIME, counts), (THROUGHPUT, seconds)):  # rates are averaged over time
+        for name in timed[-1]:
+            if name.startswith(prefix):
+                weighed = sum(row.get(name, 0.0) * w for row, w in zip(timed, weights, strict=True))
+                means[name] = weighed / sum(weights)
     return means
 
 
