@@ -27,9 +27,8 @@ from remat.config.redact import redact, redact_text
 
 FINISH_TIMEOUT_S = 15.0  # the longest time that the end of a run waits for W&B
 LAST_WAIT_S = 1.0  # time for W&B to notice that its helper process has ended
-QUEUE_ROWS = (
-    4096  # rows kept for a slow W&B or TensorBoard; when the queue is full, rows reach metrics.jsonl only
-)
+# rows kept for a slow W&B or TensorBoard; when the queue is full, rows reach metrics.jsonl only
+QUEUE_ROWS = 4096
 TENSORBOARD = "tensorboard"  # the folder of events in the run directory
 RECORD = "metrics.jsonl"
 
@@ -125,15 +124,15 @@ class Tracker:
         part.replace(self._path)
         self._file = self._path.open("a", encoding="utf-8")
 
-    def finish_wandb_soon(self, exit_code: int = 0) -> None:
+    def finish_wandb_soon(self) -> None:
         """Let W&B write its rows and end while the run continues. Later rows reach the record only.
 
         Used when a stop is requested: W&B keeps rows in memory, and the run may be killed before its save is done.
         """
         if self._wandb:
-            self._wandb.close(exit_code)
+            self._wandb.close(0)
 
-    def finish(self, exit_code: int = 0) -> None:
+    def finish(self, exit_code: int) -> None:
         """Close the record, and W&B within FINISH_TIMEOUT_S + LAST_WAIT_S. May be called more than once."""
         if not self._is_main:
             return
@@ -161,14 +160,6 @@ def _module() -> Any:
     import wandb
 
     return wandb
-
-
-def _stop_service() -> None:
-    """End W&B's helper process, which would keep retrying and delay the exit of this process."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if child.name().startswith("wandb-core"):
-                child.kill()
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -210,23 +201,22 @@ class _View(threading.Thread):
 
     def put(self, step: int | None, metrics: dict[str, float]) -> None:
         """Queue a row of `step`; with None, queue figures of the whole run."""
-        if self._failed or self._closed:
-            return
-        try:
-            self._rows.put_nowait((step, metrics))
-        except queue.Full:
-            self._give_up("it has not taken a row for too long")
+        if not (self._failed or self._closed):
+            self._add((step, metrics))
 
     def close(self, exit_code: int) -> None:
         """Queue the end behind the waiting rows. Does not block."""
         if self._closed:
             return
         self._closed, self._exit_code = True, exit_code
+        self._add(None)
+        self.begin()
+
+    def _add(self, item: tuple[int | None, dict[str, float]] | None) -> None:
         try:
-            self._rows.put_nowait(None)
+            self._rows.put_nowait(item)
         except queue.Full:
             self._give_up("it has not taken a row for too long")
-        self.begin()
 
     def begin(self) -> None:
         if self.ident is None and not self._failed:
@@ -271,7 +261,11 @@ class _WandbThread(_View):
         self._init = init
 
     def _abandon(self) -> None:
-        _stop_service()
+        """End W&B's helper process, which would keep retrying and delay the exit of this process."""
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if child.name().startswith("wandb-core"):
+                    child.kill()
 
     def run(self) -> None:
         wandb: Any = None

@@ -277,7 +277,7 @@ def test_wandb_ends_while_a_stopping_run_still_saves(tmp_path: Path, monkeypatch
     warnings: list[str] = []
     record = tracker(tmp_path, warnings)
     record.log(1, {"loss/train": 2.0})
-    record.finish_wandb_soon(0)
+    record.finish_wandb_soon()
     assert record._wandb is not None
     record._wandb.join(30)  # not asked to wait for: it ends by itself
     assert fake.calls == ["setup", "init", "log", "finish", "teardown"]
