@@ -97,11 +97,10 @@ class Console:
             self._progress.start()
         self._progress.update(self._progress.task_ids[0], completed=step, total=total, description=doing)
 
-    def eval_line(self, step: int, loss: float, seconds: float | None = None) -> None:
+    def eval_line(self, step: int, loss: float, seconds: float) -> None:
         """Print the result of an evaluation; the loss is in nats per token."""
-        took = "" if seconds is None else f" in {_short(seconds)} s"
-        perplexity = f"{math.exp(loss):.4g}" if loss < 700 else "inf"
-        self._say(f"eval at step {step}: loss {loss:.4f}, perplexity {perplexity}{took}", style="bold magenta")
+        text = f"eval at step {step}: loss {loss:.4f}, {say_perplexity(loss)} in {_short(seconds)} s"
+        self._say(text, style="bold magenta")
 
     def note(self, text: str) -> None:
         self._say(text, style="")
@@ -258,6 +257,11 @@ def _split(metrics: Mapping[str, float]) -> dict[str, float]:
     seconds = {short: metrics[phase_s(name)] for name, short in PHASES.items() if phase_s(name) in metrics}
     whole = max(metrics.get(STEP_S, 0.0), sum(seconds.values()))
     return {short: value / whole for short, value in seconds.items()} if whole > 0 else {}
+
+
+def say_perplexity(loss: float) -> str:
+    """Say the perplexity of a loss in nats per token: `perplexity 20.09`."""
+    return f"perplexity {math.exp(loss):.4g}" if loss < 700 else "perplexity inf"
 
 
 def _loss(value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jinja2
 import markupsafe
@@ -47,7 +47,7 @@ class Page:
     pictures: list[Picture]
     absent: list[str]
     tables: list[Table]
-    sources: list[tuple[str, str]] = field(default_factory=list)
+    sources: list[tuple[str, str]]
     facts_title: str = "The run"
 
 

@@ -43,6 +43,7 @@ from remat.config.options import ConfigError
 from remat.config.redact import redact
 from remat.config.units import GIB
 from remat.report.charts import ALT, DARK, LIGHT, PHASES, Rows, charts, draw_snapshots, series
+from remat.report.console import say_perplexity
 from remat.report.page import Page, Picture, Table, render
 from remat.report.run_dir import retreats
 from remat.report.tracking import RECORD, read_metrics
@@ -292,7 +293,7 @@ def _figures(rows: Rows, totals: dict[str, float]) -> list[tuple[str, str, str]]
     for label, name in (("train loss", LOSS_TRAIN), ("eval loss", LOSS_EVAL)):
         values = series(rows, name)[1]
         if values:
-            detail = f"from {values[0]:.3f}" if name == LOSS_TRAIN else f"perplexity {_perplexity(values[-1])}"
+            detail = f"from {values[0]:.3f}" if name == LOSS_TRAIN else say_perplexity(values[-1])
             figures.append((label, f"{values[-1]:.3f}", detail))
     if TOKENS_PER_S in totals:
         per_gpu = totals.get(TOKENS_PER_S_PER_GPU, math.nan)
@@ -480,7 +481,3 @@ def _sources(launches: dict[Path, int]) -> list[tuple[str, str]]:
                 (name, yaml.safe_dump(content, sort_keys=False) if as_yaml else json.dumps(content, indent=2))
             )
     return sources
-
-
-def _perplexity(loss: float) -> str:
-    return f"{math.exp(loss):.4g}" if loss < 700 else "inf"
