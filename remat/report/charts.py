@@ -39,6 +39,7 @@ from remat.config.metrics import (
     phase_s,
 )
 from remat.config.units import GIB
+from remat.report.tracking import read_rows
 
 BARS = {  # key -> name in the legend, colour of the theme
     "gpu_reserved_bytes": ("GPU reserved", "purple"),
@@ -400,15 +401,7 @@ def draw_snapshots(run_dir: Path, theme: Theme) -> dict[str, bytes]:
 
 def samples(path: Path) -> list[dict[str, float]]:
     """Return the rows of the driver's samples. Leaves out an incomplete last row and rows with driver errors."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if "used_bytes" in row:
-            rows.append(row)
-    return rows
+    return [row for row in read_rows(path) if "used_bytes" in row] if path.exists() else []
 
 
 def _bars(content: dict[str, Any], theme: Theme) -> Figure:

@@ -118,7 +118,7 @@ class Tracker:
         if self._tensorboard:
             self._tensorboard.purge_step = step + 1
         self._file.close()
-        rows = [row for row in _rows(self._path) if row["step"] <= step]
+        rows = [row for row in read_rows(self._path) if row["step"] <= step]
         part = self._path.with_suffix(".part")
         part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         part.replace(self._path)
@@ -151,7 +151,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
     A torn last row is left out. Raises FileNotFoundError without a record.
     """
-    return [{name: float(value) for name, value in row.items()} for row in _rows(run_dir / RECORD)]
+    return [{name: float(value) for name, value in row.items()} for row in read_rows(run_dir / RECORD)]
 
 
 def _module() -> Any:
@@ -162,7 +162,8 @@ def _module() -> Any:
     return wandb
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file with one JSON object per line, without torn ones."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
