@@ -54,11 +54,9 @@ class Speaker:
         self.messages.append({"role": "user", "content": prompt})
         ids = self._ids(prompt)
         length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        room = (
-            self.settings.max_new_tokens
-            if length is None
-            else min(self.settings.max_new_tokens, length - ids.shape[1])
-        )
+        room = self.settings.max_new_tokens
+        if length is not None:
+            room = min(room, length - ids.shape[1])
         if room < 1:
             raise ConfigError(f"{ids.shape[1]} tokens leave no room in the model's {length}: say less")
         streamer = TextStreamer(self.tokenizer, skip_prompt=self.chats, skip_special_tokens=True)
