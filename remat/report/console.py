@@ -65,10 +65,6 @@ class Console:
         self._progress: Progress | None = None
         self._lines = 0
 
-    @property
-    def width(self) -> int:
-        return self._rich.width if self._rich else PLAIN_WIDTH
-
     def header(self, title: str, rows: Mapping[str, str]) -> None:
         """Print labels and values about the run, in the order given."""
         self._box(title, rows, style="cyan")
@@ -78,8 +74,9 @@ class Console:
         if not self._is_main:
             return
         left_s = (total - step) * metrics.get(STEP_S, math.nan)
-        cells = _cells(step, total, metrics, left_s=None if self._rich else left_s, width=self.width)
-        gap = "  " if sum(cell.width + 2 for cell in cells) <= self.width else " "
+        width = self._rich.width if self._rich else PLAIN_WIDTH
+        cells = _cells(step, total, metrics, left_s=None if self._rich else left_s, width=width)
+        gap = "  " if sum(cell.width + 2 for cell in cells) <= width else " "
         if self._lines % HEADING_EVERY == 0:
             self._print(Text(gap.join(cell.heading.rjust(cell.width) for cell in cells), style="dim"))
         self._lines += 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
 import queue
@@ -32,8 +31,6 @@ QUEUE_ROWS = 4096
 TENSORBOARD = "tensorboard"  # the folder of events in the run directory
 RECORD = "metrics.jsonl"
 
-logger = logging.getLogger(__name__)
-
 
 class Tracker:
     """A writer of rows to `run_dir/metrics.jsonl` and to W&B. On ranks other than 0 every method does nothing.
@@ -52,7 +49,7 @@ class Tracker:
         run_id: str,
         wandb_run_id: str | None,
         is_main: bool,
-        warn: Callable[[str], None] = logger.warning,
+        warn: Callable[[str], None],
     ) -> None:
         self._path = run_dir / RECORD
         self._is_main = is_main
