@@ -238,9 +238,9 @@ def measure_save(ranks: int) -> dict[str, float]:
         entries = {
             name: manifest.FileEntry(10**10 + place, f"{place:064x}") for place, name in enumerate(names)
         }
-        own = {name: entry for name, entry in entries.items() if manifest.rank_of(name) == 0}
-        result["told_to_each_rank_bytes"] = ranks * len(pickle.dumps(own))
         info = manifest.Manifest(100, 1, ranks, 3, "bf16", "digest", False, "2026", {}, {}, entries)
+        own = {name: entry for name, entry in entries.items() if info.rank_of(name) == 0}
+        result["told_to_each_rank_bytes"] = ranks * len(pickle.dumps(own))
         with timed(result, "write_manifest_s"):
             manifest.write(folder, info)
         result["manifest_bytes"] = (folder / manifest.FILE).stat().st_size

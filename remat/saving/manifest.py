@@ -78,10 +78,22 @@ class Manifest:
     cuts: dict[str, int] = field(default_factory=dict)
     pipeline_parallel_size: int = 1  # stages, each of consecutive ranks, that the layers were divided into
 
-    @property
-    def stage_ranks(self) -> int:
-        """Return how many ranks each stage had; 0 without stages."""
-        return self.world_size // self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else 0
+    def rank_of(self, name: str) -> int | None:
+        """Return from a file's name the rank that wrote it and reads it again; None for a file that all ranks share.
+
+        The first data rank writes the files that name only a share of the layers. With pipeline stages the number
+        after `mp_rank` is the stage.
+        """
+        if match := OWNER.search(name):
+            return int(next(number for number in match.groups() if number is not None))
+        match = SHARE.search(name)
+        shared_by, stages = self.tensor_parallel_size, self.pipeline_parallel_size
+        if match is None or (match[1] is None and shared_by == stages == 1):
+            return None
+        data_rank = int(match[1] or 0)
+        if stages > 1:
+            return int(match[2]) * (self.world_size // stages) + data_rank
+        return data_rank * shared_by + int(match[2])
 
     @property
     def on_nvme(self) -> bool:
@@ -172,10 +184,7 @@ def share(info: Manifest, part: int, parts: int) -> list[str]:
     ranks about equal. When another number of ranks wrote the state, all files are shared out by bytes.
     """
     mine, load = [], [0] * parts
-    shared_by, per_stage = info.tensor_parallel_size, info.stage_ranks
-    own = {
-        name: rank_of(name, shared_by, per_stage) if parts == info.world_size else None for name in info.files
-    }
+    own = {name: info.rank_of(name) if parts == info.world_size else None for name in info.files}
     largest_first = sorted(info.files, key=lambda name: (-info.files[name].size_bytes, name))
     # files of one rank first; sorting is stable
     for name in sorted(largest_first, key=lambda name: own[name] is None):
@@ -186,22 +195,6 @@ def share(info: Manifest, part: int, parts: int) -> list[str]:
         if rank == part:
             mine.append(name)
     return sorted(mine)
-
-
-def rank_of(name: str, shared_by: int = 1, per_stage: int = 0) -> int | None:
-    """Return from a file's name the rank that wrote it and reads it again; None for a file that all ranks share.
-
-    `shared_by` consecutive ranks shared the layers. The first data rank writes the files that name only a share. With
-    pipeline stages of `per_stage` ranks each, the number after `mp_rank` is the stage.
-    """
-    if match := OWNER.search(name):
-        return int(next(number for number in match.groups() if number is not None))
-    match = SHARE.search(name)
-    if match is None or (match[1] is None and shared_by == 1 and not per_stage):
-        return None
-    if per_stage:
-        return int(match[2]) * per_stage + int(match[1] or 0)
-    return int(match[1] or 0) * shared_by + int(match[2])
 
 
 def is_complete(folder: Path) -> bool:

@@ -123,9 +123,8 @@ class PendingSave:
             return
         try:
             rank = distributed.place()[0]
-            places = self._info.tensor_parallel_size, self._info.stage_ranks
             names = manifest.files_in(self._tmp)
-            own = [name for name in names if (manifest.rank_of(name, *places) or 0) == rank]
+            own = [name for name in names if (self._info.rank_of(name) or 0) == rank]
             self._files = manifest.describe(self._tmp, own)
         except Exception as error:
             self._error = disk_space.find_cause(error, self._tmp)

@@ -134,7 +134,7 @@ def test_ranks_hash_what_they_read_next(tmp_path: Path) -> None:
     shares = [manifest.share(info, rank, 4) for rank in range(4)]
     assert sorted(name for names in shares for name in names) == sorted(files)
     for rank, names in enumerate(shares):
-        assert {manifest.rank_of(name) for name in names} <= {rank, None}
+        assert {info.rank_of(name) for name in names} <= {rank, None}
     for parts in (1, 2, 3, 7):
         shares = [manifest.share(info, rank, parts) for rank in range(parts)]
         assert sorted(name for names in shares for name in names) == sorted(files)
