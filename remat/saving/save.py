@@ -45,6 +45,7 @@ class SaveResult:
     stall_s: float
 
 
+@dataclass(eq=False)
 class PendingSave:
     """A save in progress: the state in folder `tmp`, to become `final`; `info` is its manifest without the files.
 
@@ -52,36 +53,29 @@ class PendingSave:
     time.monotonic() at which the save began.
     """
 
-    def __init__(
-        self,
-        tmp: Path,
-        final: Path,
-        info: Manifest,
-        *,
-        what: str,
-        keep: int,
-        started: float,
-        error: Exception | None,
-    ) -> None:
-        self._tmp, self._final, self._info = tmp, final, info
-        self._what, self._keep, self._started = what, keep, started
-        self._error = error
-        self._files: dict[str, manifest.FileEntry] | None = None  # this rank's files, once they are on disk
-        self._thread: threading.Thread | None = None
-        self._stalled_s = 0.0
+    tmp: Path
+    final: Path
+    info: Manifest
+    what: str
+    keep: int
+    started: float
+    error: Exception | None
+    _files: dict[str, manifest.FileEntry] | None = None  # this rank's files, once they are on disk
+    _thread: threading.Thread | None = None
+    _stalled_s: float = 0.0
 
     @property
     def step(self) -> int:
-        return self._info.step
+        return self.info.step
 
     def in_background(self) -> None:
         """Flush and hash this rank's files in a thread from now on. Raises nothing: `complete` does."""
-        self._stalled_s = time.monotonic() - self._started
+        self._stalled_s = time.monotonic() - self.started
         thread = threading.Thread(target=self._flush, name="remat-save", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # no thread can start; the other ranks learn of it in `complete`
-            self._error = error
+            self.error = error
         else:
             self._thread = thread
 
@@ -102,44 +96,44 @@ class PendingSave:
             self._thread.join()
         is_main = distributed.place()[0] == 0
         try:
-            if self._files is None and self._error is None:
-                self._error = SaveError("the thread that flushes and hashes ended without a result")
-            manifest.raise_together(self._error, self._what)
+            if self._files is None and self.error is None:
+                self.error = SaveError("the thread that flushes and hashes ended without a result")
+            manifest.raise_together(self.error, self.what)
             every = {name: entry for part in distributed.gather(self._files) for name, entry in part.items()}
-            size = manifest.run_on_main(lambda: self._publish(every), self._what)
+            size = manifest.run_on_main(lambda: self._publish(every), self.what)
         except SaveError:
             if is_main:
-                manifest.remove(self._tmp)
+                manifest.remove(self.tmp)
             raise
         if is_main:
-            _retain(self._final.parent, self._keep)
+            _retain(self.final.parent, self.keep)
         now = time.monotonic()
-        seconds = now - self._started
+        seconds = now - self.started
         stall_s = seconds if self._thread is None else self._stalled_s + now - began
-        return SaveResult(path=self._final, bytes=size, seconds=seconds, stall_s=stall_s)
+        return SaveResult(path=self.final, bytes=size, seconds=seconds, stall_s=stall_s)
 
     def _flush(self) -> None:
-        if self._error is not None:
+        if self.error is not None:
             return
         try:
             rank = distributed.place()[0]
-            names = manifest.files_in(self._tmp)
-            own = [name for name in names if (self._info.rank_of(name) or 0) == rank]
-            self._files = manifest.describe(self._tmp, own)
+            names = manifest.files_in(self.tmp)
+            own = [name for name in names if (self.info.rank_of(name) or 0) == rank]
+            self._files = manifest.describe(self.tmp, own)
         except Exception as error:
-            self._error = disk_space.find_cause(error, self._tmp)
+            self.error = disk_space.find_cause(error, self.tmp)
 
     def _publish(self, files: dict[str, manifest.FileEntry]) -> int:
-        unseen = [name for name in files if not (self._tmp / name).exists()]
+        unseen = [name for name in files if not (self.tmp / name).exists()]
         if unseen:
             raise SaveError(
                 f"rank 0 does not see {unseen[0]} (and {len(unseen) - 1} more): output_dir must be on a filesystem "
                 "that all nodes share"
             )
-        earlier = [state.info.sequence for state in manifest.list_states(self._final.parent)[0]]
-        info = replace(self._info, sequence=max(earlier, default=0) + 1, files=files)
-        manifest.write(self._tmp, info)
-        manifest.publish(self._tmp, self._final)
+        earlier = [state.info.sequence for state in manifest.list_states(self.final.parent)[0]]
+        info = replace(self.info, sequence=max(earlier, default=0) + 1, files=files)
+        manifest.write(self.tmp, info)
+        manifest.publish(self.tmp, self.final)
         return info.size_bytes
 
 
