@@ -904,7 +904,6 @@ def _time(
         num_params=decided.held.num_params,
         num_trained=decided.held.num_trainable_params,
         accumulation=decided.ds["gradient_accumulation_steps"],
-        moved_bytes=simulation.moved_bytes,
         tokens=sequence_parallel.tokens_of_rank(cfg.train),
         precision=cfg.train.precision,
         optimizer_on_nvme=ds_config.optimizer_offload_device(decided.ds) == "nvme",

@@ -119,10 +119,8 @@ def step_time(
     num_params: int,
     num_trained: int,
     accumulation: int,
-    moved_bytes: int,
     tokens: int,
     precision: Precision = Precision.bf16,
-    attention_share: float = CAUSAL,
     optimizer_on_nvme: bool = False,
     params_on_nvme: bool = False,
     optimizer_bytes: int = ADAM_BYTES,
@@ -130,11 +128,9 @@ def step_time(
 ) -> StepTime:
     """Return the time of an optimizer step of `accumulation` micro-batches like the simulated one.
 
-    Each micro-batch has `tokens` tokens a rank. `moved_bytes` is what activation offload takes to the host in
-    one micro-batch (and brings back). `attention_share` is the part of the counted attention matrix that the
-    kernel computes. `num_params` may include frozen parameters. `optimizer_bytes` is what the optimizer
-    reads and writes on a GPU for each trained parameter. `sequence_ranks` ranks share each sequence. The sources of
-    the formulas are given at the methods of `_Terms`.
+    Each micro-batch has `tokens` tokens a rank. `num_params` may include frozen parameters. `optimizer_bytes` is what
+    the optimizer reads and writes on a GPU for each trained parameter. `sequence_ranks` ranks share each sequence. The
+    sources of the formulas are given at the methods of `_Terms`.
     """
 
     def timed(rates: Machine) -> StepTime:
@@ -143,9 +139,7 @@ def step_time(
             zero=zero,
             terms=_Terms(rates, zero, precision, num_params, num_trained),
             accumulation=accumulation,
-            moved_bytes=moved_bytes,
             tokens=tokens,
-            attention_share=attention_share,
             optimizer_on_nvme=optimizer_on_nvme,
             params_on_nvme=params_on_nvme,
             optimizer_bytes=optimizer_bytes,
@@ -203,9 +197,7 @@ def _step_time(
     zero: ZeroSettings,
     terms: _Terms,
     accumulation: int,
-    moved_bytes: int,
     tokens: int,
-    attention_share: float,
     optimizer_on_nvme: bool,
     params_on_nvme: bool,
     optimizer_bytes: int,
@@ -218,7 +210,7 @@ def _step_time(
         elif op.kind == "sum":  # the layer waits for it
             exchanges[op.phase] += terms.sum(op.bytes // 2)
         else:
-            times[op.phase] += terms.op(op, attention_share)
+            times[op.phase] += terms.op(op)
     exchanged = sum(exchanges.values())
     forward = times[Phase.forward]
     backward = times[Phase.recompute] + times[Phase.backward]
@@ -226,7 +218,7 @@ def _step_time(
     collectives = terms.collectives(simulation.gathered_bytes, early / accumulation)
     inside, boundary = sum(map(terms.ring, collectives.inside)), terms.ring(collectives.boundary)
     can_hide = zero.overlap_comm
-    copied, *waits = terms.copies(simulation.gathered_bytes, early, moved_bytes, forward, backward)
+    copied, *waits = terms.copies(simulation.gathered_bytes, early, simulation.moved_bytes, forward, backward)
     exposed_copies, exposed_inside = sum(waits), inside
     if can_hide:  # collectives and copies use different links: the step waits only for the slower of them
         exposed_inside = max(0.0, inside - forward - backward)
@@ -241,7 +233,7 @@ def _step_time(
     nvme = terms.nvme(simulation.gathered_bytes, optimizer_on_nvme, params_on_nvme, accumulation)
     gathers = " and gathers" if zero.stage == 3 else ""
     assumptions = [ROOFLINE, OVERLAP.format(gathers=gathers) if can_hide else NO_OVERLAP]
-    if zero.offload_optimizer or zero.offload_param or moved_bytes:
+    if zero.offload_optimizer or zero.offload_param or simulation.moved_bytes:
         assumptions.append(PCIE)
     optimizer = terms.optimizer(optimizer_bytes)
     # Share of the exposed collectives that is in forward. Below ZeRO-3 all of them reduce gradients.
@@ -346,14 +338,14 @@ class _Terms:
         self.shard = num_trained / shards
         self.param_shard = num_params / (self.ranks if zero.stage == 3 else 1)
 
-    def op(self, op: OpCost, attention_share: float) -> float:
+    def op(self, op: OpCost) -> float:
         """Return the roofline time of an operation (Williams et al. 2009): the longer of arithmetic and traffic.
 
         Operations of the optimizer step are timed elsewhere and return 0.
         """
         if op.phase is Phase.step or not (op.flops or op.bytes):
             return 0.0
-        flops = op.flops * (attention_share if op.kind == "attention" else 1.0)
+        flops = op.flops * (CAUSAL if op.kind == "attention" else 1.0)
         seconds = self._over(op.bytes, "memory_gbs", GB)
         if op.kind == "matmul":
             seconds = max(seconds, self._arithmetic(flops, "matmul_tflops"))

@@ -43,15 +43,12 @@ def simulation(*ops: OpCost, gathered: int = 0) -> Simulation:
     return Simulation(nothing, nothing, [], 0, {}, list(ops), 2 * gathered, [])
 
 
-def time_of(*ops: OpCost, gathered: int = 0, zero: ZeroSettings = ZERO, **more: Any) -> StepTime:
-    given: dict[str, Any] = {
-        "machine": MACHINE,
-        "num_params": 0,
-        "num_trained": 0,
-        "accumulation": 1,
-        "moved_bytes": 0,
-    }
-    return step_time(simulation(*ops, gathered=gathered), zero=zero, tokens=1000, **{**given, **more})
+def time_of(
+    *ops: OpCost, gathered: int = 0, moved_bytes: int = 0, zero: ZeroSettings = ZERO, **more: Any
+) -> StepTime:
+    given: dict[str, Any] = {"machine": MACHINE, "num_params": 0, "num_trained": 0, "accumulation": 1}
+    simulated = replace(simulation(*ops, gathered=gathered), moved_bytes=moved_bytes)
+    return step_time(simulated, zero=zero, tokens=1000, **{**given, **more})
 
 
 def zero(stage: int, ranks: int, **more: Any) -> ZeroSettings:
@@ -85,11 +82,6 @@ def test_phases_are_told_apart_and_add_up() -> None:
     assert found.total_s == pytest.approx(found.compute_s + found.recompute_s)
     assert found.tokens_per_s == pytest.approx(3000 / found.total_s)
     assert found.unknown == []
-
-
-def test_attention_over_the_whole_square() -> None:
-    op = OpCost("attention", 10**12, 1, Phase.forward)
-    assert time_of(op, attention_share=1.0).compute_s == pytest.approx(0.02 + LAUNCH)
 
 
 @pytest.mark.parametrize(
