@@ -29,9 +29,8 @@ RANGES = {
 GPU_LINK, NETWORK = "link of each GPU", "network of each node"
 TERA = 1e12
 TINY_S = 1e-12  # avoids a division by zero where no time is known
-STATE_BYTES = (
-    16  # fp32 parameter, two moments and gradient: bytes that go to NVMe and back for each trained parameter
-)
+# fp32 parameter, two moments and gradient: bytes that go to NVMe and back for each trained parameter
+STATE_BYTES = 16
 CAUSAL = 0.5  # a causal kernel computes half of the attention matrix (Dao 2023, FlashAttention-2, section 4.1)
 ROOFLINE = (
     "each operation takes the longer of its FLOPs and its bytes at achievable rates, plus a launch; the host launches "
@@ -132,18 +131,66 @@ def step_time(
     the optimizer reads and writes on a GPU for each trained parameter. `sequence_ranks` ranks share each sequence. The
     sources of the formulas are given at the methods of `_Terms`.
     """
+    gathered, moved = simulation.gathered_bytes, simulation.moved_bytes
 
     def timed(rates: Machine) -> StepTime:
-        return _step_time(
-            simulation,
-            zero=zero,
-            terms=_Terms(rates, zero, precision, num_params, num_trained),
-            accumulation=accumulation,
-            tokens=tokens,
-            optimizer_on_nvme=optimizer_on_nvme,
-            params_on_nvme=params_on_nvme,
-            optimizer_bytes=optimizer_bytes,
-            sequence_ranks=sequence_ranks,
+        terms = _Terms(rates, zero, precision, num_params, num_trained)
+        times, exchanges = dict.fromkeys(Phase, 0.0), dict.fromkeys(Phase, 0.0)
+        for op in simulation.ops:
+            if op.kind == "exchange":  # attention waits for it
+                exchanges[op.phase] += terms.exchange(op.bytes // 2, sequence_ranks)
+            elif op.kind == "sum":  # the layer waits for it
+                exchanges[op.phase] += terms.sum(op.bytes // 2)
+            else:
+                times[op.phase] += terms.op(op)
+        exchanged = sum(exchanges.values())
+        forward = times[Phase.forward]
+        backward = times[Phase.recompute] + times[Phase.backward]
+        early = 1 / 3 if times[Phase.recompute] > 0 else 1 / 2
+        collectives = terms.collectives(gathered, early / accumulation)
+        inside, boundary = sum(map(terms.ring, collectives.inside)), terms.ring(collectives.boundary)
+        copied, *waits = terms.copies(gathered, early, moved, forward, backward)
+        exposed_copies, exposed_inside = sum(waits), inside
+        if zero.overlap_comm:
+            # collectives and copies use different links: the step waits only for the slower of them
+            exposed_inside = max(0.0, inside - forward - backward)
+            if exposed_inside > exposed_copies:
+                exposed_copies, waits = 0.0, [0.0, 0.0]
+            else:
+                exposed_inside = 0.0
+        hidden = {
+            "collectives": accumulation * (inside - exposed_inside),
+            "pcie": accumulation * (copied - exposed_copies),
+        }
+        nvme = terms.nvme(gathered, optimizer_on_nvme, params_on_nvme, accumulation)
+        gathers = " and gathers" if zero.stage == 3 else ""
+        assumptions = [ROOFLINE, OVERLAP.format(gathers=gathers) if zero.overlap_comm else NO_OVERLAP]
+        if zero.offload_optimizer or zero.offload_param or moved:
+            assumptions.append(PCIE)
+        optimizer = terms.optimizer(optimizer_bytes)
+        # Share of the exposed collectives that is in forward. Below ZeRO-3 all of them reduce gradients.
+        share = forward / max(TINY_S, forward + backward) if zero.stage == 3 else 0.0
+        early_s = exchanges[Phase.forward]
+        in_forward = forward + early_s + waits[0] + share * exposed_inside
+        in_backward = backward + exchanged - early_s + waits[1] + (1 - share) * exposed_inside
+        return StepTime(
+            compute_s=accumulation * (forward + times[Phase.backward]),
+            recompute_s=accumulation * times[Phase.recompute],
+            pcie_s=accumulation * exposed_copies + terms.weights_back(),
+            optimizer_s=optimizer,
+            collectives_s=accumulation * (exposed_inside + exchanged) + boundary,
+            nvme_s=nvme,
+            tokens=tokens * accumulation * zero.world_size,
+            phases_s={
+                "forward": accumulation * in_forward,
+                "backward": accumulation * in_backward,
+                "optimizer": optimizer + terms.weights_back() + boundary + nvme,
+            },
+            hidden_s={name: seconds for name, seconds in hidden.items() if seconds > 0},
+            traffic_bytes=terms.traffic(collectives, accumulation, simulation.summed_bytes),
+            unknown=sorted(terms.unknown),
+            assumptions=[*assumptions, AFTER],
+            link=terms.link_room(gathered, early, forward, times[Phase.backward]),
         )
 
     made = timed(machine)
@@ -189,75 +236,6 @@ def _with_rates(machine: Machine, names: list[str], end: int) -> Machine:
     """Return the machine with the slowest (0) or fastest (1) known rates of these names."""
     values: dict[str, Any] = {name: RANGES[name][end] for name in names}
     return replace(machine, **values)
-
-
-def _step_time(
-    simulation: Simulation,
-    *,
-    zero: ZeroSettings,
-    terms: _Terms,
-    accumulation: int,
-    tokens: int,
-    optimizer_on_nvme: bool,
-    params_on_nvme: bool,
-    optimizer_bytes: int,
-    sequence_ranks: int,
-) -> StepTime:
-    times, exchanges = dict.fromkeys(Phase, 0.0), dict.fromkeys(Phase, 0.0)
-    for op in simulation.ops:
-        if op.kind == "exchange":  # attention waits for it
-            exchanges[op.phase] += terms.exchange(op.bytes // 2, sequence_ranks)
-        elif op.kind == "sum":  # the layer waits for it
-            exchanges[op.phase] += terms.sum(op.bytes // 2)
-        else:
-            times[op.phase] += terms.op(op)
-    exchanged = sum(exchanges.values())
-    forward = times[Phase.forward]
-    backward = times[Phase.recompute] + times[Phase.backward]
-    early = 1 / 3 if times[Phase.recompute] > 0 else 1 / 2
-    collectives = terms.collectives(simulation.gathered_bytes, early / accumulation)
-    inside, boundary = sum(map(terms.ring, collectives.inside)), terms.ring(collectives.boundary)
-    can_hide = zero.overlap_comm
-    copied, *waits = terms.copies(simulation.gathered_bytes, early, simulation.moved_bytes, forward, backward)
-    exposed_copies, exposed_inside = sum(waits), inside
-    if can_hide:  # collectives and copies use different links: the step waits only for the slower of them
-        exposed_inside = max(0.0, inside - forward - backward)
-        if exposed_inside > exposed_copies:
-            exposed_copies, waits = 0.0, [0.0, 0.0]
-        else:
-            exposed_inside = 0.0
-    hidden = {
-        "collectives": accumulation * (inside - exposed_inside),
-        "pcie": accumulation * (copied - exposed_copies),
-    }
-    nvme = terms.nvme(simulation.gathered_bytes, optimizer_on_nvme, params_on_nvme, accumulation)
-    gathers = " and gathers" if zero.stage == 3 else ""
-    assumptions = [ROOFLINE, OVERLAP.format(gathers=gathers) if can_hide else NO_OVERLAP]
-    if zero.offload_optimizer or zero.offload_param or simulation.moved_bytes:
-        assumptions.append(PCIE)
-    optimizer = terms.optimizer(optimizer_bytes)
-    # Share of the exposed collectives that is in forward. Below ZeRO-3 all of them reduce gradients.
-    share = forward / max(TINY_S, forward + backward) if zero.stage == 3 else 0.0
-    return StepTime(
-        compute_s=accumulation * (forward + times[Phase.backward]),
-        recompute_s=accumulation * times[Phase.recompute],
-        pcie_s=accumulation * exposed_copies + terms.weights_back(),
-        optimizer_s=optimizer,
-        collectives_s=accumulation * (exposed_inside + exchanged) + boundary,
-        nvme_s=nvme,
-        tokens=tokens * accumulation * zero.world_size,
-        phases_s={
-            "forward": accumulation * (forward + exchanges[Phase.forward] + waits[0] + share * exposed_inside),
-            "backward": accumulation
-            * (backward + exchanged - exchanges[Phase.forward] + waits[1] + (1 - share) * exposed_inside),
-            "optimizer": optimizer + terms.weights_back() + boundary + nvme,
-        },
-        hidden_s={name: seconds for name, seconds in hidden.items() if seconds > 0},
-        traffic_bytes=terms.traffic(collectives, accumulation, simulation.summed_bytes),
-        unknown=sorted(terms.unknown),
-        assumptions=[*assumptions, AFTER],
-        link=terms.link_room(simulation.gathered_bytes, early, forward, times[Phase.backward]),
-    )
 
 
 NOMINAL = {  # rates for comparisons if none are known, on a GPU (True) and on a CPU: TFLOP/s, TFLOP/s, GB/s, us
@@ -345,13 +323,11 @@ class _Terms:
         """
         if op.phase is Phase.step or not (op.flops or op.bytes):
             return 0.0
-        flops = op.flops * (CAUSAL if op.kind == "attention" else 1.0)
         seconds = self._over(op.bytes, "memory_gbs", GB)
-        if op.kind == "matmul":
-            seconds = max(seconds, self._arithmetic(flops, "matmul_tflops"))
-        elif op.kind == "attention":
-            seconds = max(seconds, self._arithmetic(flops, "attention_tflops"))
-        return seconds + self._launch()
+        if op.kind != "elementwise":
+            share = CAUSAL if op.kind == "attention" else 1.0
+            seconds = max(seconds, self._arithmetic(share * op.flops, f"{op.kind}_tflops"))
+        return seconds + (self._rate("launch_us") or 0.0) / 1e6
 
     def collectives(self, gathered_bytes: int, first: float) -> _Collectives:
         """Return the collectives inside a micro-batch, and at the boundary of the accumulation.
@@ -494,10 +470,6 @@ class _Terms:
             self.unknown.add(f"{name} in fp32: it depends on whether TF32 is allowed")
             return 0.0
         return self._over(flops, name, TERA)
-
-    def _launch(self) -> float:
-        rate = self._rate("launch_us")
-        return 0.0 if rate is None else rate / 1e6
 
     def _over(self, amount: float, name: str, unit: float) -> float:
         """Return the time of `amount` at the machine's rate `name`."""
