@@ -7,6 +7,7 @@ is the persistent bytes plus the largest total of temporary bytes at one instant
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -158,76 +159,6 @@ class Plan:
         return next((v for v in (Verdict.too_large, Verdict.tight) if v in found), Verdict.fits)
 
 
-def assemble(
-    items: Sequence[Item],
-    simulation: Simulation,
-    zero: ZeroSettings,
-    capacity: Capacity,
-    *,
-    update_bytes: int,
-    ranks_per_node: int,
-    num_nodes: int,
-    saved_state_bytes: int,
-    extra_host_bytes: int,
-    in_flight_bytes: int = 0,
-    expandable: bool = True,
-    on_gpu: bool = True,
-) -> Plan:
-    """Combine the model states and one simulated micro-batch into a plan.
-
-    `update_bytes` is what the optimizer's update adds on the GPU. `extra_host_bytes` is the host memory of each
-    process and its libraries. `in_flight_bytes` are the activations of other micro-batches that a pipeline stage holds.
-    `expandable` tells whether torch's allocator has expandable segments. Without a GPU (`on_gpu=False`) the bytes of
-    `gpu` are in host memory too, without allocator gaps or a CUDA context.
-    """
-    simulated = IN_BACKWARD if zero.stage < 3 else ()  # the simulation counts these itself
-    states = _persistent(item for item in items if item.name not in simulated)
-    if in_flight_bytes:
-        states[Category.activations] = in_flight_bytes
-    moments = [_with_states(moment, states) for moment in (simulation.forward_peak, simulation.backward_peak)]
-    update = _optimizer_step(_persistent(items), update_bytes)
-    peak = max([*moments, update], key=lambda moment: moment.total_bytes)
-    peaks = {name: _with_states(moment, states) for name, moment in simulation.peaks.items()}
-    gpu = dict(peak.by_category)
-    ranks = zero.world_size * zero.tensor_ranks * zero.stages
-    overhead = overhead_bytes(peak.total_bytes, ranks, expandable=expandable) if on_gpu else 0
-    outside = outside_torch_bytes(ranks) if on_gpu else 0
-    gpu[Category.overhead] = overhead
-    host = _by_name(items, "host") | {"processes and libraries": extra_host_bytes}
-    pinned = _by_name(items, "pinned")
-    if simulation.host_bytes:
-        pinned["offloaded activations"] = simulation.host_bytes
-    nvme = _by_name(items, "nvme")
-    per_rank = sum(host.values()) + sum(pinned.values()) + (0 if on_gpu else peak.total_bytes)
-    resources = [Resource(HOST_MEMORY, ranks_per_node * per_rank, capacity.host_bytes)]
-    if on_gpu:
-        least = peak.total_bytes + outside
-        resources.insert(0, Resource(GPU_MEMORY, peak.total_bytes + overhead, capacity.gpu_bytes, least))
-    if nvme:
-        resources.append(Resource("NVMe per node", ranks_per_node * sum(nvme.values()), capacity.nvme_bytes))
-    return Plan(
-        gpu=gpu,
-        states=_persistent(items),
-        peak=peak,
-        peak_bytes=peak.total_bytes,
-        states_bytes=sum(states.values()),
-        host=host,
-        pinned=pinned,
-        nvme=nvme,
-        ranks_per_node=ranks_per_node,
-        saved_state_bytes=saved_state_bytes,
-        resources=resources,
-        assumptions=[
-            *simulation.assumptions,
-            *([] if on_gpu else ["there is no GPU: what would be on it is host memory"]),
-            f"{num_nodes} node{'s' * (num_nodes != 1)} of {ranks_per_node} rank{'s' * (ranks_per_node != 1)}",
-        ],
-        peaks={**peaks, "update": update},
-        reserved_bytes=peak.total_bytes + overhead - outside if on_gpu else 0,
-        outside_bytes=outside,
-    )
-
-
 def overhead_bytes(peak_bytes: int, world_size: int, *, expandable: bool = True) -> int:
     """Return the bytes on a GPU besides the tensors of the peak: the allocator's gaps, the CUDA context, NCCL."""
     return int(FRAGMENTATION[expandable] * peak_bytes) + outside_torch_bytes(world_size)
@@ -238,9 +169,17 @@ def reserved_bytes(planned: Planned, recording: simulate.Recording, *, expandabl
     decided = planned.strategy
     zero = ZeroSettings.of(decided.ds, planned.world_size)
     items = decided.model_states(data_ranks=zero.world_size, ranks_per_node=1, can_pin=True)
-    held = _in_flight_bytes(planned.cfg, decided, planned.simulation)
-    in_flight = [held] if held else []
-    found = recording.reserved_bytes(zero, _around(items, decided, zero, in_flight), expandable=expandable)
+    simulated = IN_BACKWARD if zero.stage < 3 else ()
+    sizes = [(item.name, item.bytes_per_rank) for item in items if item.place == "gpu"]
+    states = [size for name, size in sizes if name != "moments" and name not in simulated]
+    if in_flight := _in_flight_bytes(planned.cfg, decided, planned.simulation):
+        states.append(in_flight)
+    around = Around(
+        states=states,
+        from_update=[size for name, size in sizes if name == "moments"],
+        update_bytes=_update_bytes(decided, zero.world_size),
+    )
+    found = recording.reserved_bytes(zero, around, expandable=expandable)
     return replace(found, most=max(planned.plan.peak_bytes, found.most))
 
 
@@ -258,9 +197,7 @@ def with_replay(planned: Planned, recording: simulate.Recording) -> Planned:
     assumed = (
         f"torch's allocator leaves gaps of {reserved / max(1, plan.peak_bytes) - 1:.1%} of the allocated peak, by a "
         f"replay of two micro-batches and updates with {kind} segments; at least {least:.0%} is kept free for "
-        f"them, and {plan.outside_bytes / GIB:.1f} GiB go to the CUDA context"
-        + " and NCCL"
-        * (planned.world_size > 1)
+        f"them, and {plan.outside_bytes / GIB:.1f} GiB go to the CUDA context{' and NCCL' * (planned.world_size > 1)}"
     )
     return replace(
         planned,
@@ -276,19 +213,6 @@ def with_replay(planned: Planned, recording: simulate.Recording) -> Planned:
     )
 
 
-def _around(
-    items: Sequence[Item], decided: strategy.Strategy, zero: ZeroSettings, in_flight: list[int]
-) -> Around:
-    """Return what a run allocates on a GPU outside its micro-batches."""
-    simulated = IN_BACKWARD if zero.stage < 3 else ()
-    sizes = [(item.name, item.bytes_per_rank) for item in items if item.place == "gpu"]
-    return Around(
-        states=[size for name, size in sizes if name != "moments" and name not in simulated] + in_flight,
-        from_update=[size for name, size in sizes if name == "moments"],
-        update_bytes=_update_bytes(decided, zero.world_size),
-    )
-
-
 def _update_bytes(decided: strategy.Strategy, world_size: int) -> int:
     return model_states.update_bytes(
         num_trainable_params=decided.held.num_trainable_params,
@@ -301,35 +225,32 @@ def _update_bytes(decided: strategy.Strategy, world_size: int) -> int:
 
 def _persistent(items: Iterable[Item]) -> dict[Category, int]:
     """Return the model states on the GPU at the end of a backward, by category."""
-    found: dict[Category, int] = {}
+    found: Counter[Category] = Counter()
     for item in items:
         if item.place == "gpu":
-            category = CATEGORY_OF[item.name]
-            found[category] = found.get(category, 0) + item.bytes_per_rank
-    return found
+            found[CATEGORY_OF[item.name]] += item.bytes_per_rank
+    return dict(found)
 
 
 def _with_states(moment: Moment, persistent: Mapping[Category, int]) -> Moment:
     """Return `moment` with the persistent bytes added."""
-    total = dict(persistent)
-    for category, size in moment.by_category.items():
-        total[category] = total.get(category, 0) + size
-    return replace(moment, total_bytes=sum(total.values()), by_category=total)
+    total = Counter(persistent)
+    total.update(moment.by_category)
+    return replace(moment, total_bytes=total.total(), by_category=dict(total))
 
 
 def _optimizer_step(persistent: Mapping[Category, int], copies_bytes: int) -> Moment:
     """Return the moment of the optimizer's update, when copies of the gradients lie beside the model states."""
-    total = dict(persistent)
-    total[Category.gradients] = total.get(Category.gradients, 0) + copies_bytes
+    total = {**persistent, Category.gradients: persistent.get(Category.gradients, 0) + copies_bytes}
     return Moment(sum(total.values()), total, Phase.step, None, "optimizer")
 
 
 def _by_name(items: Iterable[Item], place: str) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for item in items:
         if item.place == place:
-            found[item.name] = found.get(item.name, 0) + item.bytes_per_rank
-    return found
+            found[item.name] += item.bytes_per_rank
+    return dict(found)
 
 
 class Recordings:
@@ -826,50 +747,70 @@ def estimate(
     capacity: Capacity | None = None,
     on_gpu: bool = True,
 ) -> Planned:
-    """Make the plan that follows from a simulated micro-batch."""
+    """Make the plan that follows from the model states and one simulated micro-batch.
+
+    Without a GPU the bytes of `gpu` are in host memory too, without gaps of an allocator or a CUDA context.
+    """
+    capacity = capacity or capacity_of(cfg.hardware)
     per_node = min(cfg.hardware.gpus_per_node or 1, world_size)
     zero = ZeroSettings.of(decided.ds, world_size)
     items = decided.model_states(data_ranks=zero.world_size, ranks_per_node=per_node, can_pin=on_gpu)
-    plan = assemble(
-        items,
-        simulation,
-        zero,
-        capacity or capacity_of(cfg.hardware),
-        update_bytes=_update_bytes(decided, zero.world_size),
-        ranks_per_node=per_node,
-        num_nodes=cfg.hardware.num_nodes,
-        saved_state_bytes=preflight.saved_state_bytes(
-            decided.num_saved_params, decided.ds, decided.saved_moments_bytes(items, zero.world_size)
-        )
-        * preflight.states_on_disk(cfg.save, cfg.train.steps),
-        extra_host_bytes=PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES,
-        in_flight_bytes=_in_flight_bytes(cfg, decided, simulation),
-        expandable=decided.allocators.expandable_segments,
-        on_gpu=on_gpu,
+    simulated = IN_BACKWARD if zero.stage < 3 else ()  # the simulation counts these itself
+    states = _persistent(item for item in items if item.name not in simulated)
+    if in_flight := _in_flight_bytes(cfg, decided, simulation):
+        states[Category.activations] = in_flight
+    moments = [_with_states(moment, states) for moment in (simulation.forward_peak, simulation.backward_peak)]
+    update = _optimizer_step(_persistent(items), _update_bytes(decided, zero.world_size))
+    peak = max([*moments, update], key=lambda moment: moment.total_bytes)
+    peaks = {name: _with_states(moment, states) for name, moment in simulation.peaks.items()}
+    expandable = decided.allocators.expandable_segments
+    overhead = overhead_bytes(peak.total_bytes, world_size, expandable=expandable) if on_gpu else 0
+    outside = outside_torch_bytes(world_size) if on_gpu else 0
+    host = _by_name(items, "host")
+    host["processes and libraries"] = PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES
+    pinned = _by_name(items, "pinned")
+    if simulation.host_bytes:
+        pinned["offloaded activations"] = simulation.host_bytes
+    nvme = _by_name(items, "nvme")
+    per_rank = sum(host.values()) + sum(pinned.values()) + (0 if on_gpu else peak.total_bytes)
+    resources = [Resource(HOST_MEMORY, per_node * per_rank, capacity.host_bytes)]
+    if on_gpu:
+        least = peak.total_bytes + outside
+        resources.insert(0, Resource(GPU_MEMORY, peak.total_bytes + overhead, capacity.gpu_bytes, least))
+    if nvme:
+        resources.append(Resource("NVMe per node", per_node * sum(nvme.values()), capacity.nvme_bytes))
+    each_saved = preflight.saved_state_bytes(
+        decided.num_saved_params, decided.ds, decided.saved_moments_bytes(items, zero.world_size)
     )
-    plan.assumptions.extend(_uncounted(cfg))
-    if (shared := cfg.train.sequence_parallel_size) > 1:
-        tokens, exchanged = sequence_parallel.tokens_of_rank(cfg.train), format_size(simulation.exchanged_bytes)
-        plan.assumptions.append(
-            f"each sequence is shared by {shared} ranks: a rank has {tokens} tokens of a micro-batch and gives "
-            f"{exchanged} in exchanges around attention, which waits for them"
-        )
-    if zero.tensor_ranks > 1:
-        plan.assumptions.append(
-            f"each layer is shared by {zero.tensor_ranks} ranks: in a micro-batch they sum "
-            f"{format_size(simulation.summed_bytes)}, and each layer waits for it"
-        )
-        if cfg.checkpointing.deepspeed.partition_activations:
-            plan.assumptions.append(
-                "checkpointing.deepspeed.partition_activations=true: kept inputs of layers are counted whole; each "
-                f"rank keeps 1/{zero.tensor_ranks} of them"
-            )
+    plan = Plan(
+        gpu={**peak.by_category, Category.overhead: overhead},
+        states=_persistent(items),
+        peak=peak,
+        peak_bytes=peak.total_bytes,
+        states_bytes=sum(states.values()),
+        host=host,
+        pinned=pinned,
+        nvme=nvme,
+        ranks_per_node=per_node,
+        saved_state_bytes=each_saved * preflight.states_on_disk(cfg.save, cfg.train.steps),
+        resources=resources,
+        assumptions=_assumptions(cfg, simulation, zero, per_node, on_gpu=on_gpu),
+        peaks={**peaks, "update": update},
+        reserved_bytes=peak.total_bytes + overhead - outside if on_gpu else 0,
+        outside_bytes=outside,
+    )
     return Planned(cfg, decided, simulation, plan, _time(cfg, decided, simulation, zero), world_size)
 
 
-def _uncounted(cfg: RunConfig) -> list[str]:
-    """Return the assumptions that only the data, torch's compiler or a measurement could replace by facts."""
-    found = []
+def _assumptions(
+    cfg: RunConfig, simulation: Simulation, zero: ZeroSettings, per_node: int, *, on_gpu: bool
+) -> list[str]:
+    """Return what a plan takes for granted. Some of it only the data, torch's compiler or a measurement could tell."""
+    num_nodes = cfg.hardware.num_nodes
+    found = list(simulation.assumptions)
+    if not on_gpu:
+        found.append("there is no GPU: what would be on it is host memory")
+    found.append(f"{num_nodes} node{'s' * (num_nodes != 1)} of {per_node} rank{'s' * (per_node != 1)}")
     if cfg.optim.states is not OptimStates.fp32:
         found.append(
             f"optim.states={cfg.optim.states}: a step of AdamW on the host takes as long as one of fp32 states, whose "
@@ -891,6 +832,22 @@ def _uncounted(cfg: RunConfig) -> list[str]:
             "every micro-batch is full, which is the most it can be: how much of it is padding only the data tells, so "
             "tokens/s count padding too"
         )
+    if (shared := cfg.train.sequence_parallel_size) > 1:
+        tokens, exchanged = sequence_parallel.tokens_of_rank(cfg.train), format_size(simulation.exchanged_bytes)
+        found.append(
+            f"each sequence is shared by {shared} ranks: a rank has {tokens} tokens of a micro-batch and gives "
+            f"{exchanged} in exchanges around attention, which waits for them"
+        )
+    if zero.tensor_ranks > 1:
+        found.append(
+            f"each layer is shared by {zero.tensor_ranks} ranks: in a micro-batch they sum "
+            f"{format_size(simulation.summed_bytes)}, and each layer waits for it"
+        )
+        if cfg.checkpointing.deepspeed.partition_activations:
+            found.append(
+                "checkpointing.deepspeed.partition_activations=true: kept inputs of layers are counted whole; each "
+                f"rank keeps 1/{zero.tensor_ranks} of them"
+            )
     return found
 
 
