@@ -514,6 +514,7 @@ def make_plan(
     validation.check_plan(cfg)
     decided = decided or strategy.decide(cfg, world_size=ranks, can_pin=on_gpu)
     known = recordings or Recordings()
+    capacity = capacity or capacity_of(cfg.hardware)
     if decided.stages is not None:
         return _plan_stages(
             cfg, decided, known, world_size=ranks, capacity=capacity, on_gpu=on_gpu, until=until
@@ -521,23 +522,22 @@ def make_plan(
     plan = _planner(cfg, decided, known, world_size=ranks, capacity=capacity, on_gpu=on_gpu)
     if tiling.is_open(decided.decisions):
         trial, because = tiling.choose(decided.decisions, plan)
-        sliced: Planned = replace(trial.made, strategy=replace(trial.made.strategy, decided_because=because))
-        return _both_segments(sliced, known, on_gpu=on_gpu)
-    if not budget.is_open(decided.decisions):
-        made: Planned = plan(decided.decisions).made
-        return _both_segments(made, known, on_gpu=on_gpu)
-    trial, decisions, because = budget.choose(
-        cfg.checkpointing,
-        decided.decisions,
-        plan,
-        gpus.machine(cfg.hardware),
-        gpu_bytes=(capacity or capacity_of(cfg.hardware)).gpu_bytes,
-        on_gpu=on_gpu,
-        known=known.corners,
-        until=until,
-    )
-    chosen = _with_table(trial, decisions, cfg, because or decided.decided_because)
-    return _both_segments(chosen, known, on_gpu=on_gpu)
+        made: Planned = replace(trial.made, strategy=replace(trial.made.strategy, decided_because=because))
+    elif budget.is_open(decided.decisions):
+        trial, decisions, because = budget.choose(
+            cfg.checkpointing,
+            decided.decisions,
+            plan,
+            gpus.machine(cfg.hardware),
+            gpu_bytes=capacity.gpu_bytes,
+            on_gpu=on_gpu,
+            known=known.corners,
+            until=until,
+        )
+        made = _with_table(trial, decisions, cfg, because or decided.decided_because)
+    else:
+        made = plan(decided.decisions).made
+    return _both_segments(made, known) if on_gpu else made
 
 
 def _plan_stages(
@@ -546,7 +546,7 @@ def _plan_stages(
     known: Recordings,
     *,
     world_size: int,
-    capacity: Capacity | None,
+    capacity: Capacity,
     on_gpu: bool,
     until: float,
 ) -> Planned:
@@ -572,11 +572,12 @@ def _plan_stages(
         for stage, like in enumerate(strategy.find_like(cfg, decided))
     ]
     decided, trials, table = _choose_in_stages(
-        cfg, decided, parts, known, capacity=capacity, on_gpu=on_gpu, until=until
+        cfg, decided, parts, known, gpu_bytes=capacity.gpu_bytes, on_gpu=on_gpu, until=until
     )
     every: list[Planned] = [trial.made for trial in trials]
-    sent = [_sent_bytes(cfg, decided, stage) for stage in range(stages.size)]
-    fullest = max(every, key=lambda made: needed_bytes(made, GPU_MEMORY) if on_gpu else made.plan.peak_bytes)
+    in_a_step = accumulation * _hidden_bytes(cfg)
+    sent = [((stage > 0) + (stage < stages.size - 1)) * in_a_step for stage in range(stages.size)]
+    fullest: Planned = max(trials, key=lambda trial: trial.needed_bytes).made
     fullest.plan.assumptions.append(
         f"layers are divided into {stages.size} stages ({stages.describe()}); 1F1B: stage s holds min({stages.size} - "
         f"s, {accumulation}) micro-batches at once, and each stage waits {stages.bubble(accumulation):.0%} of the time"
@@ -606,7 +607,7 @@ def _choose_in_stages(
     parts: Sequence[budget.Stage],
     known: Recordings,
     *,
-    capacity: Capacity | None,
+    gpu_bytes: int | None,
     on_gpu: bool,
     until: float,
 ) -> tuple[strategy.Strategy, list[Trial], dict[str, Any] | None]:
@@ -617,7 +618,7 @@ def _choose_in_stages(
         cfg.checkpointing,
         parts,
         gpus.machine(cfg.hardware),
-        gpu_bytes=(capacity or capacity_of(cfg.hardware)).gpu_bytes,
+        gpu_bytes=gpu_bytes,
         on_gpu=on_gpu,
         known=known.corners,
         until=until,
@@ -654,12 +655,6 @@ def _hidden_bytes(cfg: RunConfig) -> int:
     return sequence_parallel.tokens_of_rank(cfg.train) * size * hf_model.DTYPES[cfg.train.precision].itemsize
 
 
-def _sent_bytes(cfg: RunConfig, decided: strategy.Strategy, stage: int) -> int:
-    assert decided.stages is not None
-    neighbours = (stage > 0) + (stage < decided.stages.size - 1)
-    return neighbours * decided.ds["gradient_accumulation_steps"] * _hidden_bytes(cfg)
-
-
 def _in_flight_bytes(cfg: RunConfig, decided: strategy.Strategy, simulation: Simulation) -> int:
     """Return the bytes of a stage besides its current micro-batch: others in flight, and a receive buffer."""
     if decided.stages is None or decided.stage is None:
@@ -669,10 +664,8 @@ def _in_flight_bytes(cfg: RunConfig, decided: strategy.Strategy, simulation: Sim
     return (count - 1) * simulation.forward_end_bytes + received
 
 
-def _both_segments(planned: Planned, known: Recordings, *, on_gpu: bool) -> Planned:
+def _both_segments(planned: Planned, known: Recordings) -> Planned:
     """Return `planned` with the bytes that torch's allocator would reserve with the other kind of segments added."""
-    if not on_gpu:
-        return planned
     expandable = planned.strategy.allocators.expandable_segments
     other = reserved_bytes(planned, known.get(planned.cfg, planned.strategy), expandable=not expandable).most
     found = {**planned.plan.reserved_by_segments, "fixed" if expandable else "expandable": other}
@@ -691,7 +684,8 @@ def make_curve(cfg: RunConfig, parts: int, recordings: Recordings) -> Iterator[P
             f"{pipeline_parallel.OPTION}={decided.stages.size} with --curve: each stage has tables of its own, "
             f"so there is no one curve; plan {budget.CHOICE} with a checkpointing.budget_gib for each point"
         )
-    plan = _planner(cfg, decided, recordings, world_size=cfg.hardware.ranks)
+    capacity = capacity_of(cfg.hardware)
+    plan = _planner(cfg, decided, recordings, world_size=cfg.hardware.ranks, capacity=capacity)
     machine = gpus.machine(cfg.hardware)
     for trial, decisions in budget.curve(
         cfg.checkpointing, decided.decisions, plan, machine, parts, known=recordings.corners
@@ -705,7 +699,7 @@ def _planner(
     known: Recordings,
     *,
     world_size: int,
-    capacity: Capacity | None = None,
+    capacity: Capacity,
     on_gpu: bool = True,
     recorded_as: int | None = None,
 ) -> budget.Plan:
