@@ -101,6 +101,7 @@ class TimeIsUp(ConfigError):
 
 
 Plan = Callable[[list[LayerDecision]], Trial]
+Found = tuple[Trial, list[LayerDecision]]  # a plan and its decisions
 Choice = tuple[Trial, list[LayerDecision], str]  # a plan, its decisions, why it has no table ("" if it has)
 Climb = tuple[int, int]  # a layer and the corner of its frontier that it climbs to
 Corners = dict[Any, list[Point]]  # frontier of each distinct layer, by its values, costs and link
@@ -169,7 +170,7 @@ class _InTime:
     def __init__(self, plan: Plan, limit: int, until: float) -> None:
         self._plan, self._limit, self._until = plan, limit, until
         self._has_begun = False
-        self.best: tuple[Trial, list[LayerDecision]] | None = None
+        self.best: Found | None = None
 
     def __call__(self, decisions: list[LayerDecision]) -> Trial:
         if self._has_begun and time.process_time() > self._until:
@@ -191,16 +192,17 @@ def _search(
 ) -> Choice:
     """Return what `choose` returns, for tables that are to be chosen."""
     least = plan(decisions)
-    started = [(least, decisions, prices.frontiers(least.graphs))]
+    ways = [_Slopes(decisions, least, plan, prices.frontiers(least.graphs), cfg.offload.dtype)]
     if cfg.offload.enabled and least.graphs:
-        corners = prices.frontiers(least.graphs, find_links(cfg, len(decisions), least, prices))
-        first = _after([], decisions, least.graphs, corners, cfg.offload.dtype)
-        started.append((plan(first), first, corners))
+        frontiers = prices.frontiers(least.graphs, find_links(cfg, len(decisions), least, prices))
+        moving = replace(ways[0], frontiers=frontiers)
+        fewest, start = moving.plan_after([])
+        ways.append(replace(moving, decisions=start, least=fewest))
     climbed = []
-    for fewest, start, points in started:
-        found = _climb(start, fewest, plan, points, limit, cfg.offload.dtype, in_flight)
+    for slopes in ways:
+        found = _climb(slopes, limit, in_flight)
         if in_flight is None:  # in a stage the backward of its last layer follows other micro-batches
-            found = _set_last_apart(found, start, fewest, plan, points, limit, cfg.offload.dtype)
+            found = _set_last_apart(found, slopes, limit)
         if found:
             climbed.append(found)
     best = min(climbed, key=lambda found: found[0].speed, default=None)
@@ -214,11 +216,11 @@ def _search(
     if fits and (best is None or recomputed.speed <= best[0].speed):
         return recomputed, whole, "no table is faster than checkpointing=full here, which is taken"
     if best is None:
-        smallest = min(recomputed.needed_bytes, *(first.needed_bytes for first, *_ in started))
+        smallest = min(recomputed.needed_bytes, *(slopes.least.needed_bytes for slopes in ways))
         raise NoRoom(
             f"checkpointing.budget_gib={cfg.budget_gib}: the least that this run needs is {gib_up(smallest)} GiB of "
             f"each GPU; set checkpointing.budget_gib={gib_up(smallest)}, or make the run smaller "
-            f"(train.micro_batch_size, train.seq_len, the ZeRO stage, offload{MORE_OFFLOAD * (len(started) == 1)}); "
+            f"(train.micro_batch_size, train.seq_len, the ZeRO stage, offload{MORE_OFFLOAD * (len(ways) == 1)}); "
             "checkpointing=full checkpointing.tiles=auto may need less, for it computes MLPs in slices",
             smallest,
         )
@@ -248,7 +250,8 @@ def choose_in_stages(
         if not is_open(stage.decisions):
             trial = stage.plan(stage.decisions)
             found.append((trial, stage.decisions, ""))
-            lacking |= {number: trial.needed_bytes} if trial.needed_bytes > limit else {}
+            if trial.needed_bytes > limit:
+                lacking[number] = trial.needed_bytes
             continue
         try:
             trial, decisions, because = choose(
@@ -316,31 +319,54 @@ def limit_bytes(cfg: CheckpointingConfig, gpu_bytes: int | None, *, on_gpu: bool
     return int(gpu_bytes * (1 - MARGIN))
 
 
-def _climb(
-    decisions: list[LayerDecision],
-    least: Trial,
-    plan: Plan,
-    frontiers: Mapping[int, list[Point]],
-    limit: int,
-    dtype: StorageDtype,
-    in_flight: int | None = None,
-) -> tuple[Trial, list[LayerDecision]] | None:
-    """Return the plan within `limit` that keeps the most, and its decisions; None if no plan is within it.
+@dataclass(frozen=True)
+class _Slopes:
+    """What layers climb: their frontiers, from the fewest bytes on, and plans of the run at any corners of them.
 
-    `least` is the plan that keeps the fewest bytes. It may need more memory than plans that keep more, because
-    recomputed values and the workspace of their recomputation are in memory together in the backward of one layer.
+    `least` is the plan under `decisions`, which keeps the fewest bytes. `dtype` is that of moved values on the host.
     """
-    steps, kept = _order(frontiers)
+
+    decisions: list[LayerDecision]
+    least: Trial
+    plan: Plan
+    frontiers: Mapping[int, list[Point]]
+    dtype: StorageDtype
+
+    def plan_after(self, steps: Sequence[Climb]) -> Found:
+        """Return the plan after the climbs `steps` from the fewest bytes."""
+        corners = dict.fromkeys(self.frontiers, 0) | dict(steps)
+        tried = [
+            self.decide(i, self.frontiers[i][corners[i]]) if i in corners else decision
+            for i, decision in enumerate(self.decisions)
+        ]
+        return self.plan(tried), tried
+
+    def decide(self, layer: int, point: Point) -> LayerDecision:
+        return _decide(self.decisions[layer], self.least.graphs[layer], point, self.dtype)
+
+    def find_corner(self, layer: int, chosen: LayerDecision) -> int:
+        """Return the corner of a layer's frontier at which it gets the decision `chosen`."""
+        tables = (self.decide(layer, point) for point in self.frontiers[layer])
+        return next((corner for corner, table in enumerate(tables) if table == chosen), 0)
+
+
+def _climb(slopes: _Slopes, limit: int, in_flight: int | None = None) -> Found | None:
+    """Return the plan within `limit` that keeps the most; None if no plan is within it.
+
+    The plan that keeps the fewest bytes may need more memory than plans that keep more, because recomputed values and
+    the workspace of their recomputation are in memory together in the backward of one layer.
+    """
+    steps, kept = _order(slopes.frontiers)
     added = [(in_flight or 1) * size for size in kept]
     climb = _bisect if in_flight is None else _climb_on
+    least = slopes.least
 
-    def at(count: int) -> tuple[Trial, list[LayerDecision]]:
-        tried = _after(steps[:count], decisions, least.graphs, frontiers, dtype)
-        return plan(tried), tried
+    def at(count: int) -> Found:
+        return slopes.plan_after(steps[:count])
 
     best = None
     if least.needed_bytes <= limit:
-        best, _ = climb(at, 0, (least, decisions), added, limit)
+        best, _ = climb(at, 0, (least, slopes.decisions), added, limit)
     if best and best[0].recomputed_flops < (1 - LITTLE) * least.recomputed_flops:
         return best
     if least.needed_bytes <= (1 + WORKSPACE) * limit:
@@ -352,12 +378,8 @@ def _climb(
 
 
 def _climb_on(
-    at: Callable[[int], tuple[Trial, list[LayerDecision]]],
-    start: int,
-    first: tuple[Trial, list[LayerDecision]],
-    added: Sequence[int],
-    limit: int,
-) -> tuple[tuple[Trial, list[LayerDecision]], int]:
+    at: Callable[[int], Found], start: int, first: Found, added: Sequence[int], limit: int
+) -> tuple[Found, int]:
     """Do as `_bisect`, then try higher climbs if much of the budget is unused.
 
     The peak of a stage is often the optimizer's update. Then climbs differ only in the gaps of the GPU's allocator,
@@ -379,12 +401,8 @@ def _climb_on(
 
 
 def _bisect(
-    at: Callable[[int], tuple[Trial, list[LayerDecision]]],
-    start: int,
-    first: tuple[Trial, list[LayerDecision]],
-    added: Sequence[int],
-    limit: int,
-) -> tuple[tuple[Trial, list[LayerDecision]], int]:
+    at: Callable[[int], Found], start: int, first: Found, added: Sequence[int], limit: int
+) -> tuple[Found, int]:
     """Return the highest climb that fits, and its number. It assumes that needed bytes grow with kept bytes.
 
     The next climb tried is where a straight line reaches the limit: between the highest that fits and the lowest that
@@ -425,69 +443,45 @@ def curve(
     parts: int,
     *,
     known: Corners,
-) -> Iterator[tuple[Trial, list[LayerDecision]]]:
+) -> Iterator[Found]:
     """Yield plans on a GPU, from the fewest kept bytes to all, in `parts` steps of about equal bytes."""
     least, prices = plan(decisions), Prices(machine, known, on_gpu=True)
     links = find_links(cfg, len(decisions), least, prices) if cfg.offload.enabled else {}
-    frontiers = prices.frontiers(least.graphs, links)
-    steps, added = _order(frontiers)
+    slopes = _Slopes(decisions, least, plan, prices.frontiers(least.graphs, links), cfg.offload.dtype)
+    steps, added = _order(slopes.frontiers)
     counts = dict.fromkeys(bisect_left(added, part / parts * added[-1]) for part in range(parts + 1))
     for count in counts:
-        tried = _after(steps[:count], decisions, least.graphs, frontiers, cfg.offload.dtype)
-        yield plan(tried), tried
+        yield slopes.plan_after(steps[:count])
 
 
-def _after(
-    steps: Sequence[Climb],
-    decisions: Sequence[LayerDecision],
-    graphs: Mapping[int, Graph],
-    frontiers: Mapping[int, list[Point]],
-    dtype: StorageDtype,
-) -> list[LayerDecision]:
-    """Return the decisions after the climbs `steps` from the fewest bytes. `dtype`: of moved values on the host."""
-    corners = dict.fromkeys(frontiers, 0) | dict(steps)
-    return [
-        _decide(decision, graphs[i], frontiers[i][corners[i]], dtype) if i in corners else decision
-        for i, decision in enumerate(decisions)
-    ]
-
-
-def _set_last_apart(
-    found: tuple[Trial, list[LayerDecision]] | None,
-    decisions: list[LayerDecision],
-    least: Trial,
-    plan: Plan,
-    frontiers: Mapping[int, list[Point]],
-    limit: int,
-    dtype: StorageDtype,
-) -> tuple[Trial, list[LayerDecision]] | None:
+def _set_last_apart(found: Found | None, slopes: _Slopes, limit: int) -> Found | None:
     """Return a faster choice than `found` in which the last layer has a corner of its own; `found` if there is none.
 
     Its backward is the first: what it keeps is freed before the backward of other layers, and what it recomputes is in
     memory together with all that they keep. So the peak may be lower if it keeps more. With more than FEW_LAYERS layers
     the gain is small, and nothing is planned.
     """
-    last = max(frontiers, default=0)
-    others = {layer: points for layer, points in frontiers.items() if layer != last}
-    if not others or len(frontiers) > FEW_LAYERS:
+    last = max(slopes.frontiers, default=0)
+    others = {layer: points for layer, points in slopes.frontiers.items() if layer != last}
+    if not others or len(slopes.frontiers) > FEW_LAYERS:
         return found
+    points_of_last = slopes.frontiers[last]
     steps, added = _order(others)
     saved = _saved(steps, others)
-    reached = _climbs_of(found[1], decisions, least.graphs, others, dtype) if found else 0
+    reached = sum(slopes.find_corner(layer, found[1][layer]) for layer in others) if found else 0
 
-    def at(corner: int, count: int) -> tuple[Trial, list[LayerDecision]]:
-        tried = _after([*steps[:count], (last, corner)], decisions, least.graphs, frontiers, dtype)
-        return plan(tried), tried
+    def at(corner: int, count: int) -> Found:
+        return slopes.plan_after([*steps[:count], (last, corner)])
 
     @functools.cache
     def expect(corner: int) -> tuple[float, int]:
         """Return the cost with this corner, and the number of climbs of other layers that then fit, by one plan."""
         room = limit - at(corner, reached)[0].needed_bytes
         count = bisect_right(added, added[reached] + room) - 1
-        cost = frontiers[last][corner].cost - saved[count] if count >= 0 else math.inf
+        cost = points_of_last[corner].cost - saved[count] if count >= 0 else math.inf
         return cost, count
 
-    top = len(frontiers[last]) - 1
+    top = len(points_of_last) - 1
     best = min((top * part // FIRST_CORNERS for part in range(FIRST_CORNERS + 1)), key=expect)
     while (beside := min((c for c in (best - 1, best + 1) if 0 <= c <= top), key=expect, default=best)) != best:
         if expect(beside) >= expect(best):
@@ -501,22 +495,7 @@ def _set_last_apart(
     return found
 
 
-def _climbs_of(
-    chosen: Sequence[LayerDecision],
-    decisions: Sequence[LayerDecision],
-    graphs: Mapping[int, Graph],
-    frontiers: Mapping[int, list[Point]],
-    dtype: StorageDtype,
-) -> int:
-    """Return how many climbs of the layers in `frontiers` lead to what was `chosen` for them."""
-    count = 0
-    for layer, points in frontiers.items():
-        tables = (_decide(decisions[layer], graphs[layer], point, dtype) for point in points)
-        count += next((corner for corner, table in enumerate(tables) if table == chosen[layer]), 0)
-    return count
-
-
-def _keep_last(found: tuple[Trial, list[LayerDecision]], plan: Plan) -> tuple[Trial, list[LayerDecision]]:
+def _keep_last(found: Found, plan: Plan) -> Found:
     """Let the last layer keep everything if that is faster and needs no more memory, which is common.
 
     Its backward is the first: what it recomputes is in memory at the same moment as what it would have kept, beside all

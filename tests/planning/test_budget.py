@@ -169,7 +169,8 @@ def test_a_peak_that_falls_with_more_bytes_is_met(share: float) -> None:
 
     least = plan_of(decisions)
     limit = 10**6 + 40_000 - 1  # a byte less than the fewest bytes need, or far less
-    found = budget._climb(decisions, least, plan_of, frontiers, limit, StorageDtype.same)
+    slopes = budget._Slopes(decisions, least, plan_of, frontiers, StorageDtype.same)
+    found = budget._climb(slopes, limit)
     if share > budget.WORKSPACE:  # so far away that plans are not spent on it
         assert found is None
         return
@@ -212,9 +213,10 @@ def test_of_few_layers_the_last_keeps_more_where_what_it_makes_again_is_the_peak
 
     least = plan_of(decisions)
     limit = 2 * most.bytes
-    together = budget._climb(decisions, least, plan_of, frontiers, limit, StorageDtype.same)
+    slopes = budget._Slopes(decisions, least, plan_of, frontiers, StorageDtype.same)
+    together = budget._climb(slopes, limit)
     assert together is not None
-    apart = budget._set_last_apart(together, decisions, least, plan_of, frontiers, limit, StorageDtype.same)
+    apart = budget._set_last_apart(together, slopes, limit)
     assert apart is not None
     if depth > budget.FEW_LAYERS:
         assert apart == together
