@@ -521,10 +521,12 @@ class Prices:
 
     def costs(self, graph: Graph) -> list[int]:
         """Return the nanoseconds of each operation."""
-        operations = (
-            OpCost(_kind(op.label, op.flops), op.flops, op.moved_bytes, Phase.recompute) for op in graph.ops
-        )
-        return [round(price(operation, self._machine, on_gpu=self._on_gpu) * NANO) for operation in operations]
+        found = []
+        for op in graph.ops:
+            kind = "attention" if op.label == "attention" else "matmul" if op.flops else "elementwise"
+            cost = OpCost(kind, op.flops, op.moved_bytes, Phase.recompute)
+            found.append(round(price(cost, self._machine, on_gpu=self._on_gpu) * NANO))
+        return found
 
     def frontiers(
         self, graphs: Mapping[int, Graph], links: Mapping[int, Link] | None = None
@@ -571,12 +573,6 @@ def find_links(cfg: CheckpointingConfig, num_layers: int, least: Trial, prices: 
         free = min(most, int(min(1.0, share) * room.free_bytes))
         found[index] = Link(sizes, free, most, room.s_per_byte * NANO)
     return found
-
-
-def _kind(label: str, flops: int) -> str:
-    if label == "attention":
-        return label
-    return "matmul" if flops else "elementwise"
 
 
 def _order(frontiers: Mapping[int, list[Point]]) -> tuple[list[Climb], list[int]]:

@@ -29,6 +29,7 @@ from remat.planning.loading import Loading, plan_loading
 from remat.planning.model_states import Item
 from remat.planning.plan import (
     GPU_MEMORY,
+    HOST_MEMORY,
     Capacity,
     Planned,
     Recordings,
@@ -114,14 +115,13 @@ def plan_launch(
 ) -> LaunchPlan:
     """Plan on rank 0 and send the plan to all ranks. Collective: all ranks must call it.
 
-    Raises DoesNotFit on every rank, with one message, when something is too small; with `force` that is a
-    warning.
+    Raises DoesNotFit on every rank, with one message, when something is too small; with `force` that is a warning.
     """
     items = model_states(cfg, strategy, world)
     needs = _needs(cfg, strategy, items, world)
     mine = _this_node(cfg, world, writes_nvme=needs.nvme_bytes > 0)
     machine = node.smallest(distributed.gather(mine))
-    answer: tuple[Any, ...] = (None, None, None, None, "", None)
+    answer: tuple[Any, ...] = ()  # filled by rank 0
     command = _command(words, machine, world)
     if world.is_main:
         planned, reason = _planned(cfg, strategy, machine, world)
@@ -174,11 +174,11 @@ def choose_settings(
     """
     mine = _this_node(cfg, world, writes_nvme=False)
     machine = node.smallest(distributed.gather(mine))
-    answer: tuple[list[str] | None, str, str | None] = (None, "", None)
+    answer: tuple[Any, ...] = ()  # filled by rank 0
     if world.is_main:
         args = [*words, *_command((), machine, world)[2:], "force=true"]
         try:
-            answer = _choose(cfg, replace(cfg, hardware=_hardware(cfg.hardware, world)), args)
+            answer = *_choose(cfg, replace(cfg, hardware=_hardware(cfg.hardware, world)), args), None
         except (ConfigError, DoesNotFit) as error:
             answer = None, "", str(error)
     chosen, text, refusal = distributed.broadcast(answer)
@@ -188,17 +188,17 @@ def choose_settings(
     return chosen
 
 
-def _choose(cfg: RunConfig, here: RunConfig, args: Sequence[str]) -> tuple[list[str] | None, str, None]:
+def _choose(cfg: RunConfig, here: RunConfig, args: Sequence[str]) -> tuple[list[str] | None, str]:
     """Return the overrides and where they come from; None and the reason if none can be chosen."""
     if before := _chosen_before(cfg):
         overrides = json.loads(before.read_text())
-        return overrides, f"{_told(overrides)}, as {before} has it", None
+        return overrides, f"{_told(overrides)}, as {before} has it"
     if reason := search.explain_no_search(here):
-        return None, f"{reason}. The settings of the recipe stay", None
+        return None, f"{reason}. The settings of the recipe stay"
     best, *others = search.choose(args, compose.from_command_line(list(args)).run, BEST_SHOWN, Recordings())
     tokens = [f"{found.planned.time.tokens_per_s or 0:,.0f} tokens/s planned" for found in (best, *others)]
     rest = (f"{_told(found.overrides)} ({speed})" for found, speed in zip(others, tokens[1:], strict=True))
-    return best.overrides, f"{_told(best.overrides)}, {tokens[0]}; next: {', '.join(rest) or 'nothing'}", None
+    return best.overrides, f"{_told(best.overrides)}, {tokens[0]}; next: {', '.join(rest) or 'nothing'}"
 
 
 def _told(overrides: Sequence[str]) -> str:
@@ -242,17 +242,6 @@ def compare_states(cfg: RunConfig, strategy: Strategy, world: World) -> str | No
     return None if text is None else f"{text}\n\n{preflight.LOWER_BOUND}"
 
 
-def check_this_node(cfg: RunConfig, strategy: Strategy, world: World) -> tuple[list[Row], str | None]:
-    """Compare needed and available resources on this node only. Never raises DoesNotFit.
-
-    Returns the rows and, without a plan, the reason.
-    """
-    needs = _needs(cfg, strategy, model_states(cfg, strategy, world), world)
-    machine = _this_node(cfg, world, writes_nvme=needs.nvme_bytes > 0)
-    planned, reason = _planned(cfg, strategy, machine, world)
-    return preflight.compare(needs, machine, _memory_rows(planned, needs, machine)), reason
-
-
 def model_states(cfg: RunConfig, strategy: Strategy, world: World) -> list[Item]:
     """Return the model states of one rank."""
     return strategy.model_states(
@@ -282,7 +271,7 @@ def makes_trial_save(cfg: RunConfig, strategy: Strategy) -> bool:
 
 
 def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: World) -> Needs:
-    facts = strategy.facts
+    facts, width = strategy.facts, hf_model.DTYPES[cfg.train.precision].itemsize
     return preflight.count_needs(
         items,
         num_params=strategy.num_saved_params,
@@ -295,13 +284,9 @@ def _needs(cfg: RunConfig, strategy: Strategy, items: Sequence[Item], world: Wor
         num_merged_params=facts.num_params * cfg.save.merge,
         download_bytes=preflight.download_bytes(cfg.model, facts.num_params, cache=node.hub_cache()),
         reading_bytes=preflight.reading_bytes(
-            cfg,
-            facts.num_params,
-            hf_model.DTYPES[cfg.train.precision].itemsize,
-            zero_stage=strategy.zero_stage,
-            ranks_per_node=world.local_size,
+            cfg, facts.num_params, width, zero_stage=strategy.zero_stage, ranks_per_node=world.local_size
         ),
-        flat_bytes=strategy.flat_bytes(hf_model.DTYPES[cfg.train.precision].itemsize),
+        flat_bytes=strategy.flat_bytes(width),
     )
 
 
@@ -369,7 +354,7 @@ def _memory_rows(planned: Planned | None, needs: Needs, machine: Machine) -> lis
     for resource in planned.plan.resources if planned else []:
         if resource.name == GPU_MEMORY and machine.gpu_bytes is not None:
             rows.append(preflight.gpu_row(needs, machine, _refused_above(resource)))
-        elif resource.name.startswith("host memory"):
+        elif resource.name == HOST_MEMORY:
             rows.append(preflight.host_row(needs, machine, resource.needed_bytes, _host_bytes(machine)))
     return rows
 
@@ -417,14 +402,17 @@ def examine_for(cfg: RunConfig, ranks: int, say: Callable[[str], None]) -> tuple
     local = ranks or (torch.cuda.device_count() if has_gpu else cfg.hardware.gpus_per_node or 1)
     world = World(0, local * cfg.hardware.num_nodes, 0, local, torch.device("cuda" if has_gpu else "cpu"))
     decided = strategy.decide(cfg, world_size=world.size, can_pin=has_gpu)
-    lines, reason = check_this_node(cfg, decided, world)
+    needs = _needs(cfg, decided, model_states(cfg, decided, world), world)
+    machine = _this_node(cfg, world, writes_nvme=needs.nvme_bytes > 0)
+    planned, reason = _planned(cfg, decided, machine, world)
+    lines = preflight.compare(needs, machine, _memory_rows(planned, needs, machine))
     devices = ds_config.optimizer_offload_device(decided.ds), ds_config.param_offload_device(decided.ds)
     found = [*examine(ops.needed(*devices, cfg.optim.name), say), cores_of(local)]
     if lacking := preflight.too_few_gpus(needed=local, found=torch.cuda.device_count()):
         found.append(Finding("ranks", str(local), lacking))
     found += [
-        Finding(row.name, f"{row.found_bytes / GIB:.2f} GiB", "" if row.fits else problem)
-        for row, problem in ((row, "".join(preflight.problems([row]))) for row in lines)
+        Finding(row.name, f"{row.found_bytes / GIB:.2f} GiB", "".join(preflight.problems([row])))
+        for row in lines
     ]
     note = f"\n\nno plan: {reason}. {preflight.LOWER_BOUND}" if reason else ""
     return found, preflight.draw_table(lines) + note
