@@ -125,10 +125,7 @@ def update_bytes(
 
 
 class _Sizes:
-    """Element counts and bytes per element that the functions below use.
-
-    All but the frozen counts are of trained ones.
-    """
+    """Bytes per element, and element counts: of trained parameters, but for the frozen counts."""
 
     def __init__(
         self,
@@ -170,10 +167,7 @@ class _Sizes:
         return Item(name, place, size, size * self.ranks_per_node, size, source)
 
     def pinned(self, name: str, sizes: list[int], pin: bool, source: str) -> Item:
-        """Return the item of host buffers of `sizes` bytes.
-
-        torch page-locks each buffer when `pin` holds and the machine can.
-        """
+        """Return the item of host buffers of `sizes` bytes. torch locks each if `pin` holds and the machine can."""
         raw = sum(sizes)
         if not (pin and self.can_pin):
             return self.item(name, "host", raw, source)
@@ -227,10 +221,7 @@ def _moments(s: _Sizes, numel: int) -> list[Item]:
         return [s.item("moments", "gpu", s.moments * numel, TORCH_ADAM)]
     size = s.zero.get("sub_group_size", 0)
     tensors = optimizer_state.shard(s.shapes, zero_stage=s.stage, ranks=s.ranks, sub_group_size=size)
-    kept, source = (
-        optimizer_state.count_state(s.optimizer, tensors),
-        optimizer_state.SOURCE[s.optimizer],
-    )
+    kept, source = optimizer_state.count_state(s.optimizer, tensors), optimizer_state.SOURCE[s.optimizer]
     if not s.can_pin:
         return [s.item("moments", "gpu", kept.on_device + kept.paged, source)]
     return [
@@ -246,10 +237,9 @@ def _stage_0(s: _Sizes) -> list[Item]:
         s.item("gradients", "gpu", s.width * s.params, AUTOGRAD),
         *_moments(s, s.params),
     ]
-    if s.width < 4:  # plain fp32 is trained by the optimizer itself, without a wrapper
-        items.append(
-            s.item("master parameters", "gpu", s.master * s.params, "runtime/fp16/unfused_optimizer.py:78")
-        )
+    if s.width < FP32:  # plain fp32 is trained by the optimizer itself, without a wrapper
+        source = "runtime/fp16/unfused_optimizer.py:78"
+        items.append(s.item("master parameters", "gpu", s.master * s.params, source))
     return items
 
 
@@ -328,10 +318,7 @@ def _stage_3(s: _Sizes) -> list[Item]:
             *_moments(s, s.shard),
         ]
     items.append(s.pinned("gradients", [flat], s.pin_optimizer, f"{S3}:791"))
-    return [
-        *items,
-        *(_optimizer_nvme(s) if s.optimizer_device == "nvme" else _optimizer_cpu(s, _sub_groups(s))),
-    ]
+    return items + (_optimizer_nvme(s) if s.optimizer_device == "nvme" else _optimizer_cpu(s))
 
 
 def _second_shards(s: _Sizes) -> list[Item]:
@@ -382,11 +369,12 @@ def _params_3(s: _Sizes) -> list[Item]:
     return items
 
 
-def _optimizer_cpu(s: _Sizes, groups: list[int]) -> list[Item]:
+def _optimizer_cpu(s: _Sizes) -> list[Item]:
     """Return the optimizer's items with sub-groups on the host.
 
     With offload_optimizer.ratio below 1 the first sub-groups stay on the GPU.
     """
+    groups = _sub_groups(s)
     on_gpu = int((1 - s.zero["offload_optimizer"]["ratio"]) * len(groups))
     kept, moved = sum(groups[:on_gpu]), groups[on_gpu:]
     return [
