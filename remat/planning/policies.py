@@ -66,18 +66,14 @@ def _belongs(word: str, chosen: CheckpointingConfig) -> bool:
 
 
 def on_gpu(cfg: RunConfig) -> bool:
-    """Return whether the figures are for a GPU; else they are for a CPU.
-
-    They are for a GPU when the options name one, or when this machine has one.
-    """
+    """Return whether the figures are for a GPU, which the options name or this machine has; else for a CPU."""
     return cfg.hardware.gpu is not None or torch.cuda.is_available()
 
 
 def count(cfg: RunConfig, name: str) -> PolicyRow:
     """Apply the policy of `cfg` to a model of meta tensors and count. Raises ConfigError when it cannot work."""
-    config = hf_model.shape_config(cfg.model)
     adapted = cfg.peft.method is not PeftMethod.none
-    decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
+    decided = strategy.decide(cfg, world_size=cfg.hardware.ranks, can_pin=True)
     net = strategy.meta_model(cfg, decided.zero_stage)
     if not decided.decisions:
         raise ConfigError(f"{type(net).__name__} has no repeated layers")
@@ -111,7 +107,8 @@ def count(cfg: RunConfig, name: str) -> PolicyRow:
             )
     gathered = zero3.elements_without_reuse(Parameters.of(net), events)
     depth = len(layers.decoder_layers(net))
-    hidden = sequence_parallel.tokens_of_rank(cfg.train) * hf_model.hidden_size(config)
+    width = hf_model.hidden_size(hf_model.shape_config(cfg.model))
+    hidden = sequence_parallel.tokens_of_rank(cfg.train) * width
     kept = sum(watch.kept_bytes.get(index, 0) for index in range(depth)) / depth
     return PolicyRow(
         name,
@@ -133,6 +130,7 @@ HEADINGS = [
     "recomputed",
     "gathers",
 ]
+NAME_WIDTH = 20
 
 
 def cells(row: PolicyRow) -> list[str]:
@@ -152,23 +150,18 @@ def cells(row: PolicyRow) -> list[str]:
 
 def lines(found: Iterator[PolicyRow]) -> Iterator[str]:
     """Yield the lines of the table, each as soon as its policy is counted."""
-    widths = [max(20, len(HEADINGS[0])), *(len(heading) for heading in HEADINGS[1:])]
-    yield "  ".join(
-        h.ljust(w) if i == 0 else h.rjust(w) for i, (h, w) in enumerate(zip(HEADINGS, widths, strict=True))
-    )
+    first, *headings = HEADINGS
+    yield "  ".join([first.ljust(NAME_WIDTH), *headings])
     for row in found:
         name, *figures = cells(row)
-        aligned = figures if row.refused else [f.rjust(w) for f, w in zip(figures, widths[1:], strict=True)]
-        yield "  ".join([name.ljust(widths[0]), *aligned])
-
-
-def _ranks(cfg: RunConfig) -> int:
-    return (cfg.hardware.gpus_per_node or 1) * cfg.hardware.num_nodes
+        if not row.refused:
+            figures = [f.rjust(len(heading)) for f, heading in zip(figures, headings, strict=True)]
+        yield "  ".join([name.ljust(NAME_WIDTH), *figures])
 
 
 def caption(cfg: RunConfig) -> str:
     """Return the caption of the table: model, batch, precision and machine that the figures belong to."""
-    decided = strategy.decide(cfg, world_size=_ranks(cfg), can_pin=True)
+    decided = strategy.decide(cfg, world_size=cfg.hardware.ranks, can_pin=True)
     train = cfg.train
     adapters = {PeftMethod.none: "", PeftMethod.lora: ", LoRA", PeftMethod.qlora: ", QLoRA"}[cfg.peft.method]
     return (
