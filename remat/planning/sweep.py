@@ -6,8 +6,8 @@ the tables of checkpointing=budget from the fewest kept bytes to all, and the po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from remat.config import compose
@@ -47,10 +47,7 @@ class Point:
 
 
 def run(args: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None) -> list[Point]:
-    """Plan every combination; a refused one becomes a point with the reason.
-
-    Raises ConfigError when all are refused.
-    """
+    """Plan every combination; a refused one becomes a point with the reason. Raises ConfigError if all are refused."""
     fixed, points = split_points(args)
     recordings = Recordings()
     found = []
@@ -61,7 +58,7 @@ def run(args: Sequence[str], progress: Callable[[int, int], None] = lambda done,
     if all(point.planned is None for point in found):
         reasons = dict.fromkeys(point.refused for point in found)
         raise ConfigError("--sweep: every combination is refused\n" + "\n".join(reasons))
-    return list(_mark_pareto_front(found))
+    return _mark_pareto_front(found)
 
 
 def curve(args: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None) -> list[Point]:
@@ -77,7 +74,7 @@ def curve(args: Sequence[str], progress: Callable[[int, int], None] = lambda don
         progress(done, total)
         found.append(_point(args, (f"checkpointing={name}",), recordings))
     progress(total, total)
-    return list(_mark_pareto_front(found))
+    return _mark_pareto_front(found)
 
 
 def _point(args: Sequence[str], overrides: tuple[str, ...], recordings: Recordings) -> Point:
@@ -97,8 +94,8 @@ def is_timed(planned: Planned) -> bool:
     return planned.time.total_s > 0 and not planned.time.unknown
 
 
-def _mark_pareto_front(points: Sequence[Point]) -> Iterator[Point]:
-    """Yield the points with the Pareto front marked.
+def _mark_pareto_front(points: Sequence[Point]) -> list[Point]:
+    """Return the points with the Pareto front marked.
 
     A point that fits is on it when no other such point dominates it in GPU memory and time for a token.
     """
@@ -107,10 +104,8 @@ def _mark_pareto_front(points: Sequence[Point]) -> Iterator[Point]:
         for index, p in enumerate(points)
         if p.planned and p.fits and is_timed(p.planned) and p.planned.time.tokens_per_s
     }
-    for index, point in enumerate(points):
-        mine = costs.get(index)
-        on_pareto_front = mine is not None and not is_dominated(mine, costs.values())
-        yield Point(point.overrides, point.planned, point.refused, on_pareto_front=on_pareto_front)
+    front = {index for index, mine in costs.items() if not is_dominated(mine, costs.values())}
+    return [replace(point, on_pareto_front=index in front) for index, point in enumerate(points)]
 
 
 def is_dominated(mine: tuple[float, float], others: Iterable[tuple[float, float]]) -> bool:
