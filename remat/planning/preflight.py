@@ -28,10 +28,7 @@ LOWER_BOUND = (
 
 
 class DoesNotFit(Exception):
-    """The error raised when the machine lacks something the run needs.
-
-    The text is a table of needed and found, and a remedy for each.
-    """
+    """Error: the machine lacks something the run needs. Its text is a table of needed and found, with remedies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +138,7 @@ def count_needs(
         for item in items
         if item.place == "pinned" and not item.name.startswith("parameters")
     )
+    # save.best counts twice: a better model lies beside the one it replaces
     return Needs(
         ranks_per_node=ranks_per_node,
         host_bytes=per_node["host"] + per_node["pinned"],
@@ -149,8 +147,7 @@ def count_needs(
         mlocked_bytes=sum(i.bytes_per_rank for i in items if i.mlocked),
         nvme_bytes=per_node["nvme"],
         saved_bytes=states_on_disk(save, steps) * saved_bytes,
-        export_bytes=width  # a better model beside the one it replaces
-        * (num_params * (save.export + 2 * save.best) + num_merged_params),
+        export_bytes=width * (num_params * (save.export + 2 * save.best) + num_merged_params),
         rehearsal_bytes=saved_bytes + width * num_params if rehearse else 0,
         download_bytes=download_bytes,
         reading_bytes=reading_bytes,
@@ -229,16 +226,12 @@ def compare(needs: Needs, machine: Machine, memory: Sequence[Row] = ()) -> list[
 def _flat_rows(needs: Needs, machine: Machine, gpu_bytes: int) -> list[Row]:
     """Return the row of host memory for ZeRO-1 and 2's flat buffers, if the GPU has no room for its own."""
     ranks = needs.ranks_per_node
-    if flattens_on_gpu(
-        flat_bytes=needs.flat_bytes,
-        weights_bytes=needs.gpu_weights_bytes,
-        gpu_bytes=gpu_bytes,
-        world_size=ranks,
-    ):
+    flat, weights = needs.flat_bytes, needs.gpu_weights_bytes
+    if flattens_on_gpu(flat_bytes=flat, weights_bytes=weights, gpu_bytes=gpu_bytes, world_size=ranks):
         return []
     name = f"host memory of this node while {ranks} ranks copy the weights into a flat buffer"
     remedy = "deepspeed.config=zero3 needs no such buffer; or start fewer ranks on each node"
-    return [Row(name, 2 * needs.flat_bytes * ranks, machine.host_available_bytes, remedy)]
+    return [Row(name, 2 * flat * ranks, machine.host_available_bytes, remedy)]
 
 
 def lower_bound(needs: Needs, machine: Machine) -> list[Row]:
@@ -253,12 +246,8 @@ def lower_bound(needs: Needs, machine: Machine) -> list[Row]:
 
 
 def host_row(needs: Needs, machine: Machine, needed_bytes: int, found_bytes: int) -> Row:
-    return Row(
-        f"host memory of this node ({needs.ranks_per_node} ranks)",
-        needed_bytes,
-        found_bytes,
-        _host_remedy(needs, machine),
-    )
+    name = f"host memory of this node ({needs.ranks_per_node} ranks)"
+    return Row(name, needed_bytes, found_bytes, _host_remedy(needs, machine))
 
 
 def gpu_row(needs: Needs, machine: Machine, needed_bytes: int) -> Row:
