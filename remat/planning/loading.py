@@ -16,6 +16,7 @@ from remat.config import ds_config
 from remat.config.options import ConfigError, ModelInit, ModelLoad, PeftMethod, RunConfig
 from remat.config.units import GB, format_size
 from remat.model import adapters, hf_model, own_slices
+from remat.model.four_bits.layout_4bit import BLOCK, flat_bytes
 from remat.model.layers import decoder_layers
 from remat.model.own_slices import BOUNCE_BYTES, Layout, NotSliced
 from remat.planning.model_states import WEIGHTS
@@ -130,7 +131,9 @@ def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: b
     width = hf_model.DTYPES[cfg.train.precision].itemsize
     read = layout.model_bytes if layout else ASSUMED_WIDTH * sum(sizes)
     whole, largest = width * sum(sizes), width * max(sizes)
-    held = _held_bytes(decided, world_size)
+    # below ZeRO-3 a rank holds all its weights, however many ranks there are
+    items = decided.model_states(data_ranks=world_size, ranks_per_node=1, can_pin=True)
+    held = sum(item.bytes_per_rank for item in items if item.name in WEIGHTS)
     flat = decided.flat_bytes(width)
     bounce = max([largest, *(_whole_4bit(size, width) for size in decided.held.quantised_weights)])
     gpu_bytes = capacity_of(cfg.hardware).gpu_bytes
@@ -160,16 +163,8 @@ def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: b
     )
 
 
-def _held_bytes(decided: Strategy, world_size: int) -> int:
-    """Return the bytes of the weights that a rank holds below ZeRO-3, in the widths that it trains with."""
-    items = decided.model_states(data_ranks=world_size, ranks_per_node=1, can_pin=True)
-    return sum(item.bytes_per_rank for item in items if item.name in WEIGHTS)
-
-
 def _whole_4bit(elements: int, width: int) -> int:
     """Return the bytes while a whole matrix is quantised: itself, its 4 bits twice, and fp32 constants."""
-    from remat.model.four_bits.layout_4bit import BLOCK, flat_bytes
-
     return width * elements + elements // 2 + 4 * elements // BLOCK + flat_bytes(elements)
 
 
@@ -230,7 +225,6 @@ class _Matrix:
     @classmethod
     def of(cls, linear: Any, widths: dict[int, int], itemsize: int, ranks: int) -> _Matrix:
         from remat.model.four_bits import load_4bit, sharded_4bit
-        from remat.model.four_bits.layout_4bit import BLOCK, flat_bytes
 
         rows, columns = sharded_4bit.shape_of(linear)
         whole, flat, width = rows * columns, flat_bytes(rows * columns), widths[id(linear.weight)]
