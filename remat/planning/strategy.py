@@ -373,9 +373,12 @@ class _Shape:
 
     @functools.cached_property
     def _adapted_and_facts(self) -> tuple[Any, hf_model.ModelFacts]:
-        has_adapters = self.cfg.peft.method is not PeftMethod.none
-        net = hf_model.skeleton(self.config, self.cfg.model) if has_adapters else self.plain
-        return net, _facts(self.cfg, net)
+        method = self.cfg.peft.method
+        net = self.plain if method is PeftMethod.none else hf_model.skeleton(self.config, self.cfg.model)
+        quantised = method is PeftMethod.qlora
+        sizes = adapters.find_quantised(layers.decoder_layers(net)) if quantised else ()
+        facts = hf_model.facts(_with_adapters(self.cfg, net))  # `net` gets the adapters too
+        return net, replace(facts, class_name=type(net).__name__, quantised_weights=sizes)
 
 
 def _shape_of(cfg: RunConfig, config: Any, kept: Callable[[_Shape], _Shape] | None = None) -> _Shape:
@@ -405,8 +408,8 @@ def _decisions(
     zero_stage: int,
     *,
     has_gpu: bool,
-    one_width: bool = True,
-    stages: Stages | None = None,
+    one_width: bool,
+    stages: Stages | None,
 ) -> tuple[list[LayerDecision], str, str]:
     """Return the decision for each layer, the stacks in words, and why decisions are not the policy's usual ones.
 
@@ -444,15 +447,6 @@ def _decisions(
         has_gpu=has_gpu,
     )
     return decisions, found.describe(), because
-
-
-def _facts(cfg: RunConfig, skeleton: Any) -> hf_model.ModelFacts:
-    """Return the model's sizes, adapters included. The skeleton gets the adapters too, still without storage."""
-    quantised: tuple[int, ...] = ()
-    if cfg.peft.method is PeftMethod.qlora:
-        quantised = adapters.find_quantised(layers.decoder_layers(skeleton))
-    facts = hf_model.facts(_with_adapters(cfg, skeleton))
-    return replace(facts, class_name=type(skeleton).__name__, quantised_weights=quantised)
 
 
 def meta_model(cfg: RunConfig, zero_stage: int, config: Any = None) -> Any:
