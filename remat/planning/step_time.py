@@ -311,9 +311,8 @@ class _Terms:
         self.sharing = zero.tensor_ranks
         self.ranks_per_node = min(machine.gpus_per_node, self.ranks * self.sharing)
         self.per_node = max(1, self.ranks_per_node // self.sharing)
-        self.nodes = math.ceil(self.ranks * self.sharing / self.ranks_per_node)
-        shards = self.ranks if zero.stage else 1
-        self.shard = num_trained / shards
+        self.per_pcie_link = min(machine.gpus_per_pcie_link, self.ranks_per_node)
+        self.shard = num_trained / (self.ranks if zero.stage else 1)
         self.param_shard = num_params / (self.ranks if zero.stage == 3 else 1)
 
     def op(self, op: OpCost) -> float:
@@ -457,13 +456,10 @@ class _Terms:
         return ring.sent_bytes / (min(rate for rate in rates if rate is not None) * GB)
 
     def _host_to_gpu(self, size: float) -> float:
-        return self._over(size * self._sharing(), "pcie_h2d_gbs", GB)
+        return self._over(size * self.per_pcie_link, "pcie_h2d_gbs", GB)
 
     def _gpu_to_host(self, size: float) -> float:
-        return self._over(size * self._sharing(), "pcie_d2h_gbs", GB)
-
-    def _sharing(self) -> int:
-        return min(self.machine.gpus_per_pcie_link, self.ranks_per_node)
+        return self._over(size * self.per_pcie_link, "pcie_d2h_gbs", GB)
 
     def _arithmetic(self, flops: float, name: str) -> float:
         if flops and self.precision is Precision.fp32:
