@@ -279,7 +279,7 @@ def _gradients_1_2(s: _Sizes) -> list[Item]:
     """Return the gradients at the end of backward and the reduction buckets, on the GPU."""
     buckets = (2 if s.zero["overlap_comm"] else 1) * s.zero["reduce_bucket_size"]
     offloaded, separate = s.optimizer_device is not None, s.grad_width > s.width
-    bucket_width, full = s.width, s.gas > 1
+    bucket_width = s.grad_width if s.stage == 1 and separate else s.width
     items: list[Item] = []
     # DeepSpeed's BF16_Optimizer: no bucket
     if s.stage == 1 and separate and s.dtype == "bf16" and not offloaded:
@@ -288,8 +288,7 @@ def _gradients_1_2(s: _Sizes) -> list[Item]:
             s.item("accumulated gradients", "gpu", s.grad_width * s.params, "runtime/bf16_optimizer.py:191"),
         ]
     if s.stage == 1:
-        bucket_width = s.grad_width if separate else s.width
-        kept = s.params if full else 0 if offloaded else s.shard
+        kept = s.params if s.gas > 1 else 0 if offloaded else s.shard
         items.append(s.item("gradients", "gpu", bucket_width * kept, f"{S12}:{1237 if separate else 2192}"))
     elif separate:
         items.append(s.item("gradients", "gpu", s.grad_width * s.shard, f"{S12}:1270"))
