@@ -64,8 +64,7 @@ class Strategy:
     decisions: list[LayerDecision]
     packed: Packed
     stacks: str = ""  # the stacks of layers in words, where there is more than one
-    length_warning: str = ""  # where train.seq_len is longer than the model was made for
-    head_warning: str = ""  # where ranks share layers and each has the whole output layer
+    warnings: list[str] = field(default_factory=list)  # that call for no change
     decided_because: str = ""  # the reason, if the decisions are not the policy's usual ones
     optimizer: OptimName = OptimName.adamw
     allocators: Allocators = TORCH_DEFAULT
@@ -73,12 +72,6 @@ class Strategy:
     stages: Stages | None = None  # which layers each stage has, where there are several
     facts_of_stages: tuple[hf_model.ModelFacts, ...] = ()
     stage: int | None = None  # the stage of `decisions` and `held`; None: all stages
-
-    @property
-    def warnings(self) -> list[str]:
-        """Return the warnings about the run that call for no change."""
-        states = optimizer.describe_states(ds_config.optimizer_states(self.ds))
-        return [text for text in (self.length_warning, self.head_warning, states) if text]
 
     def decisions_of(self, stage: int) -> list[LayerDecision]:
         """Return the decisions for the layers of one stage, counted from its first one."""
@@ -151,7 +144,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     skeleton = shape.plain
     if problems := validation.skipped_layers(layers.skipped_at_random(skeleton), world_size=world_size):
         raise ConfigError("\n".join(problems))
-    length_warning = positions.check_length(skeleton, config, cfg.train.seq_len, cfg.model)
+    longer_than_made_for = positions.check_length(skeleton, config, cfg.train.seq_len, cfg.model)
     shared_by = cfg.train.tensor_parallel_size
     packed = packing.decide(cfg, config, skeleton)
     facts = shape.facts
@@ -194,12 +187,14 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     )
     if cfg.model.load is ModelLoad.own_slices and (because := own_slices.refuse(cfg.model, ds)):
         raise ConfigError(own_slices.refusal(cfg.model, because))
-    one_width = packed.form is not Packing.none
     stages = None if num_stages == 1 else _divide(cfg, skeleton, num_stages)
     of_stages = () if stages is None else tuple(_facts_of(skeleton, stages, s) for s in range(stages.size))
+    one_width = packed.form is not Packing.none
     decisions, stacks, because = _decisions(
         cfg, shape.adapted, zero_stage, has_gpu=can_pin, one_width=one_width, stages=stages
     )
+    whole_head = tensor_parallel.describe_whole_head(shape.adapted, shared_by, cfg.train.loss)
+    rounded_states = optimizer.describe_states(ds_config.optimizer_states(ds))
     return Strategy(
         facts=facts,
         held=max(of_stages, key=lambda facts: facts.num_params)
@@ -211,8 +206,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
         decisions=decisions,
         packed=packed,
         stacks=stacks,
-        length_warning=length_warning,
-        head_warning=tensor_parallel.describe_whole_head(shape.adapted, shared_by, cfg.train.loss),
+        warnings=[text for text in (longer_than_made_for, whole_head, rounded_states) if text],
         decided_because=because,
         optimizer=cfg.optim.name,
         allocators=allocator.in_effect(cfg.allocator),
