@@ -22,6 +22,7 @@ EXACT_SINCE = "2.13"  # torch refuses keys that it does not know
 # Larger pinned buffers have their exact size and are returned to the system when freed. A batch of tokens is smaller:
 # pinning it anew at every step would stop the GPU.
 EXACT_ABOVE_MIB = 16
+PINNED_KEYS = ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,15 @@ TORCH_DEFAULT = Allocators()
 
 def settle(cfg: AllocatorConfig, environ: MutableMapping[str, str] = os.environ) -> None:
     """Set PYTORCH_ALLOC_CONF as `cfg` asks, unless the user set one of VARIABLES. Call it before torch starts."""
-    value = _composed(cfg, torch_version())
+    value = _composed(cfg)
     if value and not any(name in environ for name in VARIABLES):
         environ[VARIABLES[-1]] = value
 
 
 def in_effect(cfg: AllocatorConfig, environ: Mapping[str, str] = os.environ) -> Allocators:
     """Return the allocators' settings for a run with `cfg` in this environment."""
-    version = torch_version()
     value = next((environ[name] for name in VARIABLES if name in environ), None)
-    return _parsed(_composed(cfg, version) if value is None else value)
+    return _parsed(_composed(cfg) if value is None else value)
 
 
 @functools.cache  # a search asks hundreds of times, and each answer is read from files
@@ -64,25 +64,21 @@ def torch_version() -> str:
     return importlib.metadata.version("torch")
 
 
-def _composed(cfg: AllocatorConfig, version: str) -> str:
+def _composed(cfg: AllocatorConfig) -> str:
     words = []
     if cfg.expandable_segments:
         words.append("expandable_segments:True")
-    if cfg.exact_pinned and numbers(version) >= numbers(EXACT_SINCE):
+    if cfg.exact_pinned and numbers(torch_version()) >= numbers(EXACT_SINCE):
         # Set both: torch finds a cached block by its power of two alone, and one of exact size may be too small then
         # (CachingHostAllocator.h, get_free_block). Blocks larger than cached_size are not cached.
-        words += [f"pinned_max_{what}_mb:{EXACT_ABOVE_MIB}" for what in ("round_threshold", "cached_size")]
+        words += [f"{key}:{EXACT_ABOVE_MIB}" for key in PINNED_KEYS]
     return ",".join(words)
 
 
 def _parsed(value: str) -> Allocators:
     """Read the two settings from a variable's value, `key:value` with commas between."""
     found = dict(re.findall(r"(\w+)\s*:\s*([\w.]+)", value))
-    limits = [
-        int(found[f"pinned_max_{what}_mb"])
-        for what in ("round_threshold", "cached_size")
-        if found.get(f"pinned_max_{what}_mb", "").isdigit()
-    ]
+    limits = [int(found[key]) for key in PINNED_KEYS if found.get(key, "").isdigit()]
     return Allocators(
         expandable_segments=found.get("expandable_segments", "False").lower() == "true",
         exact_above_bytes=min(limits) * MIB if limits else None,
