@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -23,11 +23,10 @@ import torch.distributed as dist
 from remat.config.metrics import lowest
 from remat.config.options import ConfigError
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
-
+INTERFACE = "GLOO_SOCKET_IFNAME"  # torch reads it when a group is made, as LAZY
 LONGEST_LOOK_S = 1.0
 Work = Callable[[Callable[[], None]], Any]
-LAZY = "TORCH_GLOO_LAZY_INIT"  # torch reads it when a group is made
+LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @dataclass(frozen=True)
@@ -154,15 +153,7 @@ def as_launched() -> World:
 
 def current() -> World:
     """Return the World of an initialised process group."""
-    local_rank = local_rank_from_env()
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    return World(
-        rank=dist.get_rank(),
-        size=dist.get_world_size(),
-        local_rank=local_rank,
-        local_size=local_size_from_env(),
-        device=device,
-    )
+    return replace(as_launched(), rank=dist.get_rank(), size=dist.get_world_size())
 
 
 def cpu_group() -> Any:
@@ -316,12 +307,9 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def interface_of(address: str, interfaces: Mapping[str, Iterable[str]] | None = None) -> str | None:
-    """Return the network interface that has `address`, or None.
-
-    `interfaces` are addresses by interface name; None means those of this machine.
-    """
-    for name, addresses in (interfaces if interfaces is not None else _interfaces()).items():
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has `address`, or None."""
+    for name, addresses in _interfaces().items():
         if address in {known.split("%")[0] for known in addresses}:
             return name
     return None
@@ -349,11 +337,6 @@ def choose_interface(addresses: Iterable[str | None], env: Mapping[str, str]) ->
         f"no network interface leads to {', '.join(others[:3])}: set {INTERFACE} on each node to the one that reaches "
         "the others (`ip route get ADDRESS` names it)"
     )
-
-
-def use_interface(name: str) -> None:
-    """Make every gloo group that is made from now on use the interface `name`."""
-    os.environ[INTERFACE] = name
 
 
 def _interfaces() -> dict[str, list[str]]:

@@ -80,7 +80,7 @@ def join(
         interface, problem = distributed.choose_interface(verdict.addresses, os.environ)
         verdict = Verdict(**found.agree("network", {"problem": problem}, lambda e: _network(e, verdict), wait))
         if interface:
-            distributed.use_interface(interface)
+            os.environ[distributed.INTERFACE] = interface
     if verdict.problem:
         found.refuse_together()
         raise ConfigError(verdict.problem)
