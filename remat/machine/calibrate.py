@@ -83,9 +83,8 @@ def measure(
 
 def as_yaml(found: Calibration, name: str, nvme_path: Path | None = None) -> str:
     """Return the text of a file for `conf`'s group hardware: what was measured, when, and with which versions."""
-    with_gpu = torch.cuda.is_available()
     fields: dict[str, Any] = {"name": name}
-    if with_gpu:
+    if torch.cuda.is_available():
         fields["gpu"] = torch.cuda.get_device_name()
         fields["gpu_memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / GIB - 0.05, 1)
         fields["gpus_per_node"] = torch.cuda.device_count()
@@ -113,8 +112,7 @@ def check_out(out: Path) -> None:
 
 
 def write(found: Calibration, out: Path, nvme_path: Path | None = None) -> str:
-    """Write `out` and return the options that use it. Raises ConfigError as `check_out` does."""
-    check_out(out)
+    """Write `out`, which `check_out` has passed, and return the options that use it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(as_yaml(found, out.stem, nvme_path))
     return f"--config-dir {out.parent.parent} hardware={out.stem}"

@@ -37,8 +37,9 @@ class Finding:
 
 def examine(op_names: Sequence[str], say: Callable[[str], None]) -> list[Finding]:
     """Return all findings on this machine. Builds the named ops where they are not built, and runs each once."""
+    libraries = [Finding(*line) for line in versions.found()]
     machine = [_gpu(), *_cuda(), _cores(), _memory(), _shared_memory(), _locked_memory(), _disk()]
-    return [*_versions(), *machine, *_ops(op_names, say)]
+    return [*libraries, *machine, *_ops(op_names, say)]
 
 
 def available_ops() -> list[str]:
@@ -47,10 +48,6 @@ def available_ops() -> list[str]:
 
     usual = (name for name in ops.BUILDERS if name not in ops.RARE)
     return [name for name in usual if deepspeed.ops.__compatible_ops__.get(name)]
-
-
-def _versions() -> list[Finding]:
-    return [Finding(*line) for line in versions.found()]
 
 
 def _gpu() -> Finding:

@@ -173,15 +173,11 @@ def machine(cfg: HardwareConfig) -> Machine:
 
 def outside_torch_bytes(ranks: int) -> int:
     """Return the bytes that `ranks` ranks take on each GPU outside torch's allocator: CUDA's context and NCCL."""
-    return CONTEXT_BYTES + nccl_bytes(ranks, nccl_version())
-
-
-def nccl_bytes(ranks: int, version: str) -> int:
-    """Return the bytes that NCCL takes on each GPU; 0 with one rank."""
     if ranks < 2:
-        return 0
-    known = max((since for since in NCCL_BYTES if numbers(since) <= numbers(version)), key=numbers)
-    return NCCL_BYTES[known][ranks > 2]
+        return CONTEXT_BYTES  # one rank has no communicator
+    installed = numbers(nccl_version())
+    known = max((since for since in NCCL_BYTES if numbers(since) <= installed), key=numbers)
+    return CONTEXT_BYTES + NCCL_BYTES[known][ranks > 2]
 
 
 @functools.cache  # each answer is read from files
