@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import yaml
@@ -98,6 +98,7 @@ ADAM_BYTES = 28
 class Machine:
     """Rates of a machine that step times are computed from. None: unknown. GB is 1e9 bytes; GPU rates are for bf16.
 
+    All but the GPU rates have the names that they have in HardwareConfig.
     `pcie_*` are per link, which `gpus_per_pcie_link` GPUs share. `nic_gbs`, `dram_gbs`, `cpu_adam_gparams_s` and the
     NVMe figures are per node, `gpu_link_gbs` per GPU in one direction. `sources` says where each figure is from.
     """
@@ -135,7 +136,7 @@ def machine(cfg: HardwareConfig) -> Machine:
             f"hardware.gpu_rates has {', '.join(unknown)}, which is no rate: the rates are {', '.join(GPU_RATES)}"
         )
     gpu = find_gpu(cfg.gpu) if cfg.gpu else None
-    values: dict[str, Any] = {}
+    values = {item.name: getattr(cfg, item.name) for item in fields(Machine) if item.name not in GPU_RATES}
     sources = dict(cfg.sources)
     for name in GPU_RATES:
         rate = getattr(gpu, name) if gpu else None
@@ -145,30 +146,13 @@ def machine(cfg: HardwareConfig) -> Machine:
         elif rate is not None:
             values[name] = rate.value
             sources[name] = f"measured: {rate.source}" if rate.measured else rate.source
-    adam = cfg.cpu_adam_gparams_s
-    if adam is None and cfg.dram_gbs is not None:
-        adam = cfg.dram_gbs / ADAM_BYTES
+    if cfg.cpu_adam_gparams_s is None and cfg.dram_gbs is not None:
+        values["cpu_adam_gparams_s"] = cfg.dram_gbs / ADAM_BYTES
         sources["cpu_adam_gparams_s"] = (
             f"derived: {ADAM_BYTES} bytes per parameter at dram_gbs; cores and NUMA may make it slower"
         )
-    return Machine(
-        name=cfg.name,
-        gpu=cfg.gpu,
-        gpus_per_node=cfg.gpus_per_node or 1,
-        num_nodes=cfg.num_nodes,
-        pcie_h2d_gbs=cfg.pcie_h2d_gbs,
-        pcie_d2h_gbs=cfg.pcie_d2h_gbs,
-        gpus_per_pcie_link=cfg.gpus_per_pcie_link,
-        gpu_link_gbs=cfg.gpu_link_gbs,
-        nic_gbs=cfg.nic_gbs,
-        dram_gbs=cfg.dram_gbs,
-        cpu_adam_gparams_s=adam,
-        nvme_read_gbs=cfg.nvme_read_gbs,
-        nvme_write_gbs=cfg.nvme_write_gbs,
-        nvme_gib=cfg.nvme_gib,
-        sources=sources,
-        **values,
-    )
+    values |= {"gpus_per_node": cfg.gpus_per_node or 1, "sources": sources}
+    return Machine(**values)
 
 
 def outside_torch_bytes(ranks: int) -> int:
