@@ -31,6 +31,7 @@ from filelock import FileLock, Timeout
 
 from remat.config.options import OptimName
 from remat.config.units import MIB
+from remat.machine.owner_lock import current_process
 
 BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -70,9 +71,7 @@ def use_environment_folder() -> Path:
     return Path(os.environ["TORCH_EXTENSIONS_DIR"])
 
 
-def needed(
-    optimizer_device: str | None, param_device: str | None, optimizer: OptimName = OptimName.adamw
-) -> list[str]:
+def needed(optimizer_device: str | None, param_device: str | None, optimizer: OptimName) -> list[str]:
     """Return the ops a memory strategy needs, given where it puts optimizer state and parameters (None, cpu, nvme)."""
     ops = []
     if optimizer_device:
@@ -213,9 +212,8 @@ def _builder_file(lock: Path) -> Path:
 
 def _place() -> str:
     """Return an id of this host, kernel and process namespace: processes with the same id can see each other."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    kernel = boot.read_text().strip() if boot.exists() else ""
-    return f"{socket.gethostname()} {kernel} {Path('/proc/self/ns/pid').readlink()}"
+    here = current_process()
+    return f"{here.host} {here.boot} {here.namespace}"
 
 
 def _file_time(folder: Path) -> float:

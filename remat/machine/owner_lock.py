@@ -53,11 +53,8 @@ class Process:
     def lives(self) -> bool | None:
         """Return whether the process still runs; None when that cannot be seen from this host or container."""
         here = current_process()
-        if not self.started or (self.host, self.boot, self.namespace) != (
-            here.host,
-            here.boot,
-            here.namespace,
-        ):
+        is_near = (self.host, self.boot, self.namespace) == (here.host, here.boot, here.namespace)
+        if not self.started or not is_near:
             return None
         try:
             os.kill(self.pid, 0)
@@ -65,7 +62,10 @@ class Process:
             return False
         except PermissionError:
             pass  # another user's
-        return _runs(self.pid, self.started)
+        state, started = _stat_of(self.pid)
+        if not started:
+            return None
+        return started == self.started and state not in ("Z", "X")
 
     def label(self) -> str:
         """Return a text for a file name, which `labelled` reads."""
@@ -334,14 +334,6 @@ def _parsed(raw: bytes) -> Holder:
         return Holder(process=process, raw=raw, **content)
     except (ValueError, KeyError, TypeError, AttributeError):
         return Holder(raw=raw)
-
-
-def _runs(pid: int, started: str) -> bool | None:
-    """Return whether process `pid` is the one that started at `started`; None when /proc does not show it."""
-    state, found = _stat_of(pid)
-    if not found:
-        return None
-    return found == started and state not in ("Z", "X")
 
 
 def _stat_of(pid: int) -> tuple[str, str]:
