@@ -91,19 +91,18 @@ def ensure(name: str, say: Callable[[str], None]) -> float:
         ensure(other, say)
     folder = use_environment_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    marker, lock = folder / f"{name}.built.json", folder / name / "lock"
+    marker, library, lock = folder / f"{name}.built.json", folder / name / f"{name}.so", folder / name / "lock"
     identity = _identity()
-    if _load_ready(name, marker, identity):
+    if _load_ready(name, marker, library, identity):
         _tidy(name, folder, say)
         return time.perf_counter() - start
     with _alone(name, folder / f"{name}.flock", say):
-        if not _load_ready(name, marker, identity):
+        if not _load_ready(name, marker, library, identity):
             _clear_lock(name, lock, say)
             marker.unlink(missing_ok=True)
             with _as_builder(_builder_file(lock)):
                 _build(name, folder / name, say)
-            built = {"identity": identity, "library_bytes": _library_bytes(marker, name)}
-            marker.write_text(json.dumps(built))
+            marker.write_text(json.dumps(_record(library, identity)))
     return time.perf_counter() - start
 
 
@@ -254,24 +253,22 @@ def _identity() -> dict[str, str]:
     }
 
 
-def _load_ready(name: str, marker: Path, identity: dict[str, str]) -> bool:
+def _load_ready(name: str, marker: Path, library: Path, identity: dict[str, str]) -> bool:
     """Import a finished build as torch does after building one, but without its lock and without ninja.
 
     Returns False when there is no finished build for this `identity`. A lock that a killed process left does not
     stop it, and another path to the same sources does not cause a new build.
     """
-    if not marker.exists():
-        return False
     try:
-        record = json.loads(marker.read_text())
-    except ValueError:  # its writer was killed
+        found = json.loads(marker.read_text())
+    except (FileNotFoundError, ValueError):  # no build, or the marker's writer was killed
         return False
-    if record["identity"] != identity or record.get("library_bytes") != _library_bytes(marker, name):
+    if found != _record(library, identity):
         return False
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     if name not in OpBuilder._loaded_ops:
-        spec = importlib.util.spec_from_file_location(name, _library(marker, name))
+        spec = importlib.util.spec_from_file_location(name, library)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -280,13 +277,9 @@ def _load_ready(name: str, marker: Path, identity: dict[str, str]) -> bool:
     return True
 
 
-def _library(marker: Path, name: str) -> Path:
-    return marker.parent / name / f"{name}.so"
-
-
-def _library_bytes(marker: Path, name: str) -> int | None:
-    path = _library(marker, name)
-    return path.stat().st_size if path.exists() else None
+def _record(library: Path, identity: dict[str, str]) -> dict[str, Any]:
+    """Return the content of the marker of a finished build."""
+    return {"identity": identity, "library_bytes": library.stat().st_size if library.exists() else None}
 
 
 def _builder(name: str) -> Any:
