@@ -73,15 +73,14 @@ def found(
 
 def smallest(machines: Sequence[Machine]) -> Machine:
     """Return the minimum over ranks of every resource, as one Machine: a run that fits it fits every node."""
-    first, gpus = machines[0], [machine.gpu_bytes for machine in machines if machine.gpu_bytes is not None]
     return replace(
-        first,
+        machines[0],
         host_available_bytes=min(machine.host_available_bytes for machine in machines),
         host_limit_bytes=min(machine.host_limit_bytes for machine in machines),
         host_total_bytes=min(machine.host_total_bytes for machine in machines),
         shm_bytes=min((m.shm_bytes for m in machines if m.shm_bytes is not None), default=None),
         resident_bytes=min(machine.resident_bytes for machine in machines),
-        gpu_bytes=min(gpus) if gpus else None,
+        gpu_bytes=min((m.gpu_bytes for m in machines if m.gpu_bytes is not None), default=None),
         memlock_bytes=min((m.memlock_bytes for m in machines if m.memlock_bytes is not None), default=None),
         output=min((machine.output for machine in machines), key=lambda found: found.free_bytes),
         nvme=min((m.nvme for m in machines if m.nvme), key=lambda found: found.free_bytes, default=None),

@@ -186,7 +186,6 @@ def connect(wait: Wait) -> Peers | None:
     store = dist.PrefixStore(f"remat/{attempt}/{_launches}", _open(holds=holds))
     holder = f"the agent at {_master()}" if agent else "rank 0"
     _present = Peers(store, rank, size, holder=holder)
-    _present.put_own("here", socket.gethostname())
     if _present.add(f"started/{rank}") > 1:
         raise ConfigError(
             f"rank {rank} was started twice, the second time on {socket.gethostname()}: give each node a --node_rank "
@@ -200,7 +199,7 @@ def leave(why: str) -> None:
     try:
         peers = _present or _reach()
         if peers is not None and peers.get("left") is None:
-            peers.put("left", {"rank": peers.rank, "host": socket.gethostname(), "why": why.splitlines()[0]})
+            peers.put("left", {"rank": peers.rank, "why": why.splitlines()[0]})
     except (RuntimeError, ValueError):  # the store is gone, or was never there
         return
 

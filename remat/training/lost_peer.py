@@ -80,7 +80,7 @@ def _verdict(found: Peers, place: tuple[str, int], cause: str) -> tuple[str, lis
         found.put_own("alive", place)
         asks = found.add("roll_call") == 1
         if asks:
-            found.put("call", {"why": "lost", "rank": found.rank})
+            found.put("call", "lost")
         end = time.monotonic() + (ROLL_S if asks else 1.5 * ROLL_S)
         while time.monotonic() < end and not found.get("lost"):
             if asks and (found.get("left") or not found.missing("alive")):

@@ -158,9 +158,9 @@ class Watchdog(threading.Thread):
 
     def _hear(self, found: peers.Peers) -> None:
         call = found.get("call")
-        if call and call["why"] == "hang":
+        if call == "hang":
             self._asked.set()
-        elif call and call["why"] == "cut":
+        elif call == "cut":
             self._leave_now((found.get("lost") or ["a node is gone"])[0])
         elif call and self._lost_at == 0.0:
             found.put_own("alive", self._mark)
@@ -195,10 +195,10 @@ class Watchdog(threading.Thread):
     def _tell_of_loss(self, found: peers.Peers, text: str, ranks: range, *, cut: bool) -> None:
         if cut:
             found.put("lost", [text, list(ranks)])
-            found.put("call", {"why": "cut", "rank": self._rank})
+            found.put("call", "cut")
             self._closed.wait(HEARD_S)
         elif found.get("call") is None:
-            found.put("call", {"why": "lost", "rank": self._rank})
+            found.put("call", "lost")
 
     def _leave_now(self, text: str) -> None:
         phase, step = self._mark
@@ -373,7 +373,7 @@ class _Told(threading.Thread):
     def run(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._peers.put_own("report", self._mine)
-            self._peers.put("call", {"why": "hang", "rank": self._peers.rank})
+            self._peers.put("call", "hang")
             self.answered = True
             end = time.monotonic() + 0.6 * REPORTS_S
             while not self._elected and time.monotonic() < end:
