@@ -73,9 +73,8 @@ class Watchdog(threading.Thread):
         self._before: dict[str, int] = {}
         self._peers: peers.Peers | None = None
         self._beats, self._beaten_at, self._beaten = 0, 0.0, ("", 0)
-        self._others: dict[
-            int, tuple[int, float, dict[str, Any]]
-        ] = {}  # rank: count of beats, when it last rose, the last beat
+        # of each rank: when its count of beats last rose, and its last beat
+        self._others: dict[int, tuple[float, dict[str, Any]]] = {}
         self._waiting = self._said = ""  # in words: the ranks that this one waits for, and those last printed
         self._lost_at = 0.0
         self._closed = threading.Event()
@@ -213,18 +212,17 @@ class Watchdog(threading.Thread):
     def _look_at_others(self, found: peers.Peers) -> None:
         now, seen = time.monotonic(), {}
         for rank, beat in found.each("beat").items():
-            beats, rose_at, _ = self._others.get(rank, (0, now, beat))
-            seen[rank] = beat["beats"], now if beat["beats"] > beats else rose_at, beat
+            rose_at, before = self._others.get(rank, (now, beat))
+            seen[rank] = now if beat["beats"] > before["beats"] else rose_at, beat
         self._others = seen
-        behind = [
-            rank
-            for rank, (_, rose_at, beat) in seen.items()
+        behind = {
+            rank: beat["phase"]
+            for rank, (rose_at, beat) in seen.items()
             if beat["marks"] < self._marks
             and now - rose_at <= 2 * BEAT_S + LISTEN_S
             and (beat["left_s"] is None or beat["left_s"] > 0)
-        ]
-        places = sorted({seen[rank][2]["phase"] for rank in behind})
-        waiting = f"{found.named(behind)} in {' and '.join(places)}" if behind else ""
+        }
+        waiting = f"{found.named(behind)} in {' and '.join(sorted(set(behind.values())))}" if behind else ""
         if waiting and waiting != self._said and self._waited_s >= self._deadline_s() and self._rank == 0:
             print(
                 f"remat: in {self._seen[0]} since {self._waited_s:.0f} s, waiting for {waiting}",
@@ -275,7 +273,7 @@ class Watchdog(threading.Thread):
             self._write(mine)
         everyone = self._gather(mine, told)
         if told.speaks if told else self._rank == min(everyone):
-            print(f"\nremat: {self._in_words(everyone, told)}\n", file=sys.stderr, flush=True)
+            _say(self._in_words(everyone, told))
         else:
             time.sleep(FIRST_SPEAKS_S)
         self._let_go()
