@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
@@ -20,10 +20,10 @@ from remat.config.metrics import (
     MFU,
     STEP_S,
     TFLOPS_PER_GPU,
-    TIME,
     TOKENS_PER_S,
     TOKENS_PER_S_PER_GPU,
     TRAINED_TOKENS_PER_S,
+    phase_s,
 )
 
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -36,20 +36,6 @@ FORMULAS = (  # for env.json: figures can be compared only by their definitions
     "peak dense TFLOP/s of the GPU, without recomputation; hfu = the same with recomputed FLOPs added; wall time "
     "runs from step end to step end without evaluation and saving"
 )
-
-
-@dataclass(frozen=True)
-class PhaseTimes:
-    """Seconds spent in each phase."""
-
-    data_s: float = 0.0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    optimizer_s: float = 0.0
-
-    def __add__(self, other: PhaseTimes) -> PhaseTimes:
-        mine, theirs = asdict(self), asdict(other)
-        return PhaseTimes(**{name: mine[name] + theirs[name] for name in mine})
 
 
 class PhaseTimer:
@@ -73,10 +59,9 @@ class PhaseTimer:
         self.last = name
         return self._phases[name]
 
-    def window(self) -> PhaseTimes:
-        """Return the seconds per phase since the last call. Waits for the GPU."""
-        seconds = self._clock.read()
-        return PhaseTimes(**{f"{name}_s": seconds[name] for name in PHASES})
+    def window(self) -> dict[str, float]:
+        """Return the seconds of each of PHASES since the last call. Waits for the GPU."""
+        return self._clock.read()
 
 
 class Window:
@@ -122,8 +107,8 @@ class Window:
         if self._hardware_flops is not None:
             self._hardware_flops += share * self._layers_forward_flops
 
-    def step_end(self, tokens_seen: int, tokens_trained: int | torch.Tensor) -> None:
-        """Count one optimizer step. `tokens_trained` may be a tensor on the device: it is read with the row."""
+    def step_end(self, tokens_seen: int, tokens_trained: int) -> None:
+        """Count one optimizer step."""
         self._new.steps += 1
         self._new.seen += tokens_seen
         self._new.trained += tokens_trained
@@ -165,7 +150,6 @@ class Window:
         self._wait()
         now = perf_counter()
         self._new.wall_s, self._since = now - self._since, now
-        self._new.trained = int(self._new.trained)
         self._row.add(self._new)
         self._run.add(self._new)
         self._new = _Totals()
@@ -176,10 +160,10 @@ class Window:
         tokens_per_s = totals.seen / totals.wall_s
         per_gpu = tokens_per_s / self._world_size
         figures = {STEP_S: totals.wall_s / totals.steps}
-        figures |= {f"{TIME}{name}": seconds / totals.steps for name, seconds in asdict(totals.phases).items()}
+        figures |= {phase_s(name): seconds / totals.steps for name, seconds in totals.phases.items()}
         figures[TOKENS_PER_S] = tokens_per_s
         figures[TOKENS_PER_S_PER_GPU] = per_gpu
-        figures[TRAINED_TOKENS_PER_S] = float(totals.trained / totals.wall_s)
+        figures[TRAINED_TOKENS_PER_S] = totals.trained / totals.wall_s
         if self._model_flops:
             figures[TFLOPS_PER_GPU] = self._model_flops * per_gpu / 1e12
         if self._model_flops and self._peak_tflops:
@@ -193,16 +177,17 @@ class Window:
 class _Totals:
     steps: int = 0
     seen: int = 0
-    trained: int | torch.Tensor = 0
+    trained: int = 0
     wall_s: float = 0.0
-    phases: PhaseTimes = field(default_factory=PhaseTimes)
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def add(self, other: _Totals) -> None:
         self.steps += other.steps
         self.seen += other.seen
         self.trained += other.trained
         self.wall_s += other.wall_s
-        self.phases += other.phases
+        for name, seconds in other.phases.items():
+            self.phases[name] += seconds
 
 
 class _Phase:

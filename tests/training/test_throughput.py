@@ -39,9 +39,8 @@ def test_phases_add_up_over_micro_batches(clock: Clock) -> None:
     for _ in range(4):
         spend(clock, timer, data=0.5, forward=1.0, backward=2.0)
     spend(clock, timer, optimizer=3.0)
-    times = timer.window()
-    assert (times.data_s, times.forward_s, times.backward_s, times.optimizer_s) == (2.0, 4.0, 8.0, 3.0)
-    assert timer.window() == throughput.PhaseTimes()
+    assert timer.window() == {"data": 2.0, "forward": 4.0, "backward": 8.0, "optimizer": 3.0}
+    assert timer.window() == dict.fromkeys(throughput.PHASES, 0.0)
 
 
 def test_phases_do_not_nest_and_unknown_names_fail() -> None:
@@ -59,7 +58,7 @@ def test_a_phase_that_raises_is_closed(clock: Clock) -> None:
         raise ValueError
     spend(clock, timer, backward=2.0)
     times = timer.window()
-    assert (times.forward_s, times.backward_s) == (1.0, 2.0)
+    assert (times["forward"], times["backward"]) == (1.0, 2.0)
 
 
 def test_row_by_hand(clock: Clock) -> None:
@@ -153,17 +152,6 @@ def test_excluded_intervals_are_in_neither_time_nor_phases(clock: Clock) -> None
     assert window.summary()["time/step_s"] == 3.0
 
 
-def test_trained_tokens_may_stay_on_the_device_and_are_not_changed(clock: Clock) -> None:
-    window = Window(PhaseTimer(CPU), device=CPU, world_size=1)
-    window.start()
-    counts = [torch.tensor(7), torch.tensor(5), torch.tensor(4)]
-    for count in counts:
-        clock.now += 1
-        window.step_end(10, count)
-    assert window.close()["throughput/trained_tokens_per_s"] == 16 / 3
-    assert [int(count) for count in counts] == [7, 5, 4]
-
-
 def test_no_steps_no_row(clock: Clock) -> None:
     window = Window(PhaseTimer(CPU), device=CPU, world_size=1)
     window.start()
@@ -216,10 +204,10 @@ def test_gpu_phases_wait_only_when_read_and_reuse_events(clock: Clock, gpu: Gpu)
         spend(clock, timer, forward=1.0, backward=2.0)
     assert gpu.waits == 0
     times = timer.window()
-    assert (times.forward_s, times.backward_s) == (3.0, 6.0)
+    assert (times["forward"], times["backward"]) == (3.0, 6.0)
     made = gpu.made
     spend(clock, timer, forward=1.0, backward=2.0)
-    assert (timer.window().forward_s, gpu.made) == (1.0, made)
+    assert (timer.window()["forward"], gpu.made) == (1.0, made)
 
 
 def test_gpu_events_are_bounded_without_waiting(
@@ -231,7 +219,7 @@ def test_gpu_events_are_bounded_without_waiting(
         spend(clock, timer, forward=1.0)
     assert gpu.waits == 0
     assert gpu.made <= 2 * 10
-    assert timer.window().forward_s == 100.0
+    assert timer.window()["forward"] == 100.0
 
 
 def test_gpu_steps_are_not_waited_for_between_rows(
