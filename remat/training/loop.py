@@ -454,7 +454,7 @@ def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, l
     if not first.verified and progress.skipped_in_a_row == 0:
         proof.verify_first_step(run, first)
         run.tracker.begin()
-        run.snapshots.write(run.record_folder, run.world)
+        run.snapshots.write(run.timer, run.record_folder, run.world)
     raise_if_too_many_skipped(run, progress.skipped_in_a_row, progress.step)
 
 

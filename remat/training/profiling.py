@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -170,53 +169,38 @@ def _record(on: bool) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """This rank's memory at one moment. GPU figures are 0 without a GPU and then left out of the file."""
-
-    label: str
-    time_unix_s: float
-    host_resident_bytes: int
-    gpu_allocated_bytes: int = 0
-    gpu_reserved_bytes: int = 0
-
-
 class Snapshots:
-    """The memory snapshots in order.
-
-    A label that comes again replaces the earlier one until `write` has been called.
-    """
+    """Snapshots of this rank's memory by label. A label that comes again replaces the earlier one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._process = device, psutil.Process()
-        self._taken: dict[str, Snapshot] = {}
-        self._timer: PhaseTimer | None = None
+        self._taken: dict[str, dict[str, Any]] = {}
 
     def take(self, label: str) -> None:
-        gpu = (0, 0)
+        found = {
+            "label": label,
+            "time_unix_s": round(time.time(), 3),
+            "host_resident_bytes": self._process.memory_info().rss,
+        }
         if self._device.type == "cuda":
-            gpu = (torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device))
-        resident = self._process.memory_info().rss
-        self._taken[label] = Snapshot(label, round(time.time(), 3), resident, *gpu)
+            found["gpu_allocated_bytes"] = torch.cuda.memory_allocated(self._device)
+            found["gpu_reserved_bytes"] = torch.cuda.memory_reserved(self._device)
+        self._taken[label] = found
 
     def follow(self, timer: PhaseTimer) -> None:
         """Take a snapshot at the end of each phase of the first step, until `write`."""
-        self._timer = timer
         timer.ended = lambda phase: self.take(OF_PHASE[phase]) if phase in OF_PHASE else None
 
-    def write(self, folder: Path, world: World) -> None:
-        """Write the largest figures of any rank to FILE. Collective; call it once, after the first step."""
-        if self._timer is None:
-            return
-        self._timer.ended = None
-        self._timer = None
-        every = distributed.gather([asdict(self._taken[name]) for name in LABELS if name in self._taken])
+    def write(self, timer: PhaseTimer, folder: Path, world: World) -> None:
+        """Follow `timer` no more, and write the largest figures of any rank to FILE. Collective."""
+        timer.ended = None
+        every = distributed.gather([self._taken[name] for name in LABELS if name in self._taken])
         if world.is_main:
             run_dir.write_json(folder / FILE, {"ranks": world.size, "snapshots": highest(every)})
 
 
 def highest(every: list[list[dict[str, float]]]) -> list[dict[str, float]]:
-    """Return each figure's largest value over the ranks' lists; figures that are 0 on all (no GPU) are left out."""
+    """Return each figure's largest value over the ranks' lists; figures that are 0 on all are left out."""
     found = []
     for moment in zip(*every, strict=True):
         sizes = {key: max(rank[key] for rank in moment) for key in moment[0] if key.endswith("_bytes")}

@@ -140,7 +140,7 @@ def test_each_phase_of_the_first_step_leaves_a_snapshot(tmp_path: Path) -> None:
     for phase in ("data", "forward", "backward", "optimizer"):
         with timer.phase(phase):
             pass
-    taken.write(tmp_path, SimpleNamespace(is_main=True, size=1))
+    taken.write(timer, tmp_path, SimpleNamespace(is_main=True, size=1))
     content = json.loads((tmp_path / profiling.FILE).read_text())
     assert [moment["label"] for moment in content["snapshots"]] == list(profiling.LABELS)
     assert all(moment["host_resident_bytes"] > 1e6 for moment in content["snapshots"])
