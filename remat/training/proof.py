@@ -145,8 +145,10 @@ def verify_first_step(run: Run, first: FirstStep) -> None:
     problems = [f"rank {rank}: {text}" for rank, (_, texts, _) in enumerate(everyone) for text in texts]
     if problems:
         raise PolicyNotApplied("\n".join(problems))
-    run.window.recomputes(first.trace.recomputed_share() if first.trace else 0.0)
-    run.console.note(f"proven: {describe(run, first, mine)}")
+    assert first.trace is not None, "the first micro-batch is always watched"
+    run.window.recomputes(first.trace.recomputed_share())
+    held = engine_memory.describe_placement(mine.placement)
+    run.console.note(f"proven: {verification.line(run.applied, first.trace)}; {held}")
     if first.replayed is not None:
         run.console.note(f"proven: {first.replayed.line()}")
     run.console.note(f"first step done {summary.seconds_since_launch():.1f} s after launch")
@@ -166,8 +168,9 @@ def collect(run: Run, first: FirstStep) -> tuple[RankProof, list[str]]:
     )
     largest = run.cfg.train.micro_batch_size * run.cfg.train.seq_len
     full = first.shape[0] * first.shape[1] >= largest
-    unmet = verification.unmet_expectations(run.applied, watch, run.cfg.checkpointing, full=full)
-    broken = [say_stage(text, before) for text in unmet]
+    broken = verification.unmet_expectations(run.applied, watch, run.cfg.checkpointing, full=full)
+    if before:  # these messages count layers from the first of the stage
+        broken = [f"in a stage whose layer 0 is the model's layer {before}, {text}" for text in broken]
     broken += engine_memory.unmet_expectations(
         where, run.strategy.ds, ranks=run.world.zero_size, device_type=run.world.device.type
     )
@@ -178,11 +181,6 @@ def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
     """Return a layer's row with layers numbered in the whole model; `before` layers precede the stage."""
     together = [before + layer for layer in row["recomputed_with_layers"]]
     return row | {"layer": before + row["layer"], "recomputed_with_layers": together}
-
-
-def say_stage(text: str, before: int) -> str:
-    """Add the stage's place to `text`, which counts layers from the stage's first; `before` layers precede it."""
-    return f"in a stage whose layer 0 is the model's layer {before}, {text}" if before else text
 
 
 def record(run: Run, first: FirstStep, found: list[RankProof]) -> dict[str, Any]:
@@ -208,12 +206,6 @@ def record(run: Run, first: FirstStep, found: list[RankProof]) -> dict[str, Any]
         "placement_by_rank": [asdict(rank.placement) for rank in found],
         "shared_sequences": first.shared_sequences,
     }
-
-
-def describe(run: Run, first: FirstStep, found: RankProof) -> str:
-    """Return the line for the terminal: layers, bytes, placement."""
-    assert first.trace is not None
-    return f"{verification.line(run.applied, first.trace)}; {engine_memory.describe_placement(found.placement)}"
 
 
 def prove_shared_sequences(run: Run, batch: StepBatch) -> dict[str, Any]:

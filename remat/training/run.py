@@ -153,11 +153,6 @@ class Run:
     def held_out(self) -> Blocks | None:
         return self.splits.held_out
 
-    @property
-    def data_key(self) -> str:
-        """Return a key that changes with the data, the tokenizer and the block length."""
-        return self.splits.key
-
     def inputs(self, micro_batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return this rank's part of a micro-batch on the device, with what the model needs to keep documents apart."""
         packed, device = self.strategy.packed, self.world.device

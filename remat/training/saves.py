@@ -115,7 +115,7 @@ def wait_for_save(run: Run, step: int | None = None, *, may_fail: bool = False) 
 
 def collect_state(run: Run, progress: Progress) -> RunState:
     """Return what is saved of a run beside the engine's tensors. Collective."""
-    return RunState(progress, run.losses.state(), run.batches.state(), run.data_key, run.tracker.wandb_run_id)
+    return RunState(progress, run.losses.state(), run.batches.state(), run.splits.key, run.tracker.wandb_run_id)
 
 
 def _failed(run: Run, error: SaveError, *, may_fail: bool) -> None:
