@@ -22,7 +22,7 @@ NVME, PAGED = "nvme", "paged"
 Held = dict[str, dict[str, int]]  # category -> kind of device (cpu, cuda) -> bytes
 MASTER, MASTER_GRADIENTS, MOMENTS = "master weights", "master gradients", "moments"
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-DEPTH = 4  # nested lists and dicts that are searched in the optimizer's attributes
+DEPTH = 4  # of nested lists and dicts that are searched in the optimizer's attributes
 RETURNING = "param_buffer_of_bit16_for_cpu_offload_groups"  # updated weights on their way back to the GPU
 
 
@@ -63,7 +63,7 @@ def measure_after_backward(engine: Any) -> Held:
     seen = _Storages()
     seen.take(_weights(engine))
     seen.take(_optimizer_state(engine))
-    named = list(_named_tensors(engine.optimizer))
+    named = [(name, tensor) for name, value in vars(engine.optimizer).items() for tensor in _tensors(value)]
     buckets = seen.take(t for name, t in named if "ipg" in name or "temp_grad" in name)
     gradients = seen.take(
         [
@@ -72,7 +72,8 @@ def measure_after_backward(engine: Any) -> Held:
         ]
     )
     found = {"gradients": gradients, "communication buckets": buckets}
-    second = seen.take(_second_shards(engine))
+    shards = [getattr(parameter, "ds_secondary_tensor", None) for parameter in engine.module.parameters()]
+    second = seen.take(shard for shard in shards if shard is not None)
     return found | ({"second shards of weights": second} if second else {})
 
 
@@ -114,35 +115,23 @@ class _Storages:
 def _weights(engine: Any) -> Iterator[torch.Tensor]:
     for parameter in engine.module.parameters():
         yield parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter
-    yield from _tensors(getattr(engine.optimizer, "fp16_partitioned_groups_flat", []), DEPTH)
-    yield from _tensors(getattr(engine.optimizer, RETURNING, []), DEPTH)
-
-
-def _second_shards(engine: Any) -> Iterator[torch.Tensor]:
-    for parameter in engine.module.parameters():
-        if getattr(parameter, "ds_secondary_tensor", None) is not None:
-            yield parameter.ds_secondary_tensor
+    yield from _tensors(getattr(engine.optimizer, "fp16_partitioned_groups_flat", []))
+    yield from _tensors(getattr(engine.optimizer, RETURNING, []))
 
 
 def _optimizer_state(engine: Any) -> Iterator[torch.Tensor]:
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     masters = [p for group in base.param_groups for p in group["params"]]
-    masters += _tensors(getattr(engine.optimizer, "fp32_partitioned_groups_flat", []), DEPTH)
+    masters += _tensors(getattr(engine.optimizer, "fp32_partitioned_groups_flat", []))
     for master in masters:
         yield master
         if master.grad is not None and base is not engine.optimizer:
             yield master.grad
     for state in base.state.values():
-        yield from _tensors(state, DEPTH)
+        yield from _tensors(state)
 
 
-def _named_tensors(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in vars(optimizer).items():
-        for tensor in _tensors(value, DEPTH):
-            yield name, tensor
-
-
-def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+def _tensors(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif depth == 0:
@@ -160,7 +149,6 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
 def find_placement(engine: Any) -> Placement:
     """Return where this rank holds weights and optimizer state. Call it after a step was applied."""
     parameters = list(engine.module.parameters())
-    sharded = [p for p in parameters if hasattr(p, "ds_id")]
     held = [p.ds_tensor if hasattr(p, "ds_id") else p for p in parameters]
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     moments = [t for state in base.state.values() for name, t in state.items() if _is_moment(name, t)]
@@ -170,7 +158,7 @@ def find_placement(engine: Any) -> Placement:
             count=len(parameters),
             elements=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
             trained_elements=sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad),
-            sharded=len(sharded),
+            sharded=sum(hasattr(p, "ds_id") for p in parameters),
             bytes_on=_bytes_by_device(held),
         ),
         OptimizerState(
@@ -264,7 +252,7 @@ def _keeps_part_on_device(ds: Mapping[str, Any]) -> bool:
 def _states(engine: Any, moments: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
     """Return tensors by kind of state: ZeRO's master weights and their gradients, and the `moments`."""
     flat = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
-    masters = [t for name in flat for t in _tensors(getattr(engine.optimizer, name, []), DEPTH)]
+    masters = [t for name in flat for t in _tensors(getattr(engine.optimizer, name, []))]
     gradients = [master.grad for master in masters if master.grad is not None]
     return {MASTER: masters, MASTER_GRADIENTS: gradients, MOMENTS: moments}
 
