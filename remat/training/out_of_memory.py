@@ -117,16 +117,10 @@ def measure(text: str) -> Measured:
     asked = ASKED.search(text)
     resident, available = psutil.Process().memory_info().rss, host_memory().available_bytes
     asked_bytes = int(float(asked[1]) * UNITS[asked[2]]) if asked else None
-    if not torch.cuda.is_available():
-        return Measured(asked_bytes, resident, available)
-    return Measured(
-        asked_bytes,
-        resident,
-        available,
-        torch.cuda.memory_allocated(),
-        torch.cuda.memory_reserved(),
-        torch.cuda.mem_get_info()[0],
-    )
+    gpu: tuple[int, ...] = ()
+    if torch.cuda.is_available():
+        gpu = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    return Measured(asked_bytes, resident, available, *gpu)
 
 
 def tell(error: OutOfMemory, exit_code: int) -> int:
@@ -140,9 +134,8 @@ def tell(error: OutOfMemory, exit_code: int) -> int:
         return exit_code
     _let_go(error)
     goes_on, said = _ask_for_retreat(error)
-    # a run that goes on needs no advice, which takes another search
-    advice, command = ([], build_command(error)) if goes_on else ask(error)
-    print(f"\nremat: {compose_message(error, advice, command)}\n", file=sys.stderr, flush=True)
+    advice = [] if goes_on else ask(error)  # a run that goes on needs none, and it takes another search
+    print(f"\nremat: {compose_message(error, advice)}\n", file=sys.stderr, flush=True)
     if said:
         print(f"remat: {said}\n", file=sys.stderr, flush=True)
     return exit_code
@@ -184,8 +177,8 @@ def _chosen_by_plan(folder: Path | None) -> list[str]:
     return [] if file is None or not file.exists() else list(json.loads(file.read_text()))
 
 
-def compose_message(error: OutOfMemory, advice: list[dict[str, Any]], command: list[str]) -> str:
-    """Return the whole text; `advice` is as in `remat plan --json`, `command` is what asked for it."""
+def compose_message(error: OutOfMemory, advice: list[dict[str, Any]]) -> str:
+    """Return the whole text; `advice` is as in `remat plan --json`."""
     lines = [str(error), "", *_table(error), ""]
     if error.plan.planned is not None:
         lines.append(f"the plan's peak is {error.plan.where()}")
@@ -198,21 +191,17 @@ def compose_message(error: OutOfMemory, advice: list[dict[str, Any]], command: l
         lines += ["", "more of them:"]
     else:
         lines.append("what needs less, ask:")
-    return "\n".join([*lines, f"  {shlex.join(command)}"])
+    return "\n".join([*lines, f"  {shlex.join(build_command(error))}"])
 
 
-def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return `remat plan`'s advice for a machine with less memory by the missing bytes, and the command for it.
-
-    The advice is [] when the command fails.
-    """
-    command = build_command(error)
+def ask(error: OutOfMemory) -> list[dict[str, Any]]:
+    """Return `remat plan`'s advice for a machine with less memory by the missing bytes; [] when the command fails."""
     if error.plan.planned is None:
-        return [], command
+        return []
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "remat.cli", *command[1:], "--json"],
+            [sys.executable, "-m", "remat.cli", *build_command(error)[1:], "--json"],
             env=clean | {"CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,
@@ -221,9 +210,9 @@ def ask(error: OutOfMemory) -> tuple[list[dict[str, Any]], list[str]]:
         )
         found = json.loads(done.stdout)
         closest = [found["closest"]] if found.get("closest") else []
-        return found.get("advice") or closest, command
+        return found.get("advice") or closest
     except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError):
-        return [], command
+        return []
 
 
 def build_command(error: OutOfMemory) -> list[str]:

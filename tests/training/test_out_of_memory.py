@@ -127,13 +127,15 @@ def test_advice_is_asked_for_a_machine_without_what_was_missing(monkeypatch: pyt
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(subprocess, "run", run)
-    advice, command = out_of_memory.ask(gpu_error())
-    assert advice == [{"overrides": ["a=1"]}]
-    assert command == [*COMMAND[:4], "hardware.gpu_memory_gib=62.0000"]  # 65 less 5 % of 60, more than 2 - 0.5
-    assert asked[0][1:4] == ["-m", "remat.cli", "plan"] and asked[0][-1] == "--json"
-    assert out_of_memory.ask(gpu_error(free_bytes=-8 * GIB))[1][-1] == "hardware.gpu_memory_gib=55.0000"
-    assert out_of_memory.ask(host_error())[1][-1] == "hardware.host_memory_gib=160.0000"  # 40 are missing
-    on_cpus = out_of_memory.ask(host_error(plan(device="cpu")))[1][-1]
+    assert out_of_memory.ask(gpu_error()) == [{"overrides": ["a=1"]}]
+    command = [*COMMAND[:4], "hardware.gpu_memory_gib=62.0000"]  # 65 less 5 % of 60, more than 2 - 0.5
+    assert asked[0][1:] == ["-m", "remat.cli", *command[1:], "--json"]
+    for error, option in (
+        (gpu_error(free_bytes=-8 * GIB), "hardware.gpu_memory_gib=55.0000"),
+        (host_error(), "hardware.host_memory_gib=160.0000"),  # 40 are missing
+    ):
+        assert out_of_memory.build_command(error)[-1] == option
+    on_cpus = out_of_memory.build_command(host_error(plan(device="cpu")))[-1]
     assert (
         on_cpus == f"hardware.gpu_memory_gib={60 * 1.06 + 1.1 - 30:.4f}"
     )  # no less than without half of the peak
@@ -144,11 +146,8 @@ def test_without_advice_the_command_stays(monkeypatch: pytest.MonkeyPatch) -> No
         raise subprocess.TimeoutExpired("remat plan", 1)
 
     monkeypatch.setattr(subprocess, "run", hangs)
-    advice, command = out_of_memory.ask(gpu_error())
-    assert advice == []
-    assert out_of_memory.compose_message(gpu_error(), advice, command).endswith(
-        "hardware.gpu_memory_gib=62.0000"
-    )
+    assert out_of_memory.ask(gpu_error()) == []
+    assert out_of_memory.compose_message(gpu_error(), []).endswith("hardware.gpu_memory_gib=62.0000")
 
 
 def test_the_message() -> None:
@@ -168,7 +167,7 @@ def test_the_message() -> None:
         {"overrides": ["three"], "fits": False},
         {"overrides": ["four"]},
     ]
-    text = out_of_memory.compose_message(gpu_error(), advice, COMMAND)
+    text = out_of_memory.compose_message(gpu_error(), advice)
     assert text.startswith("out of GPU memory in backward, layer 17 on rank 0\n")
     for row in (
         "GPU, allocated                    60.0 GiB      75.0 GiB",
@@ -189,7 +188,7 @@ def test_the_message() -> None:
 def test_the_message_without_a_plan() -> None:
     launch = plan(planned=None, reason="ValueError: the model reads a value from its data")
     error = gpu_error(launch)
-    text = out_of_memory.compose_message(error, *out_of_memory.ask(error))
+    text = out_of_memory.compose_message(error, out_of_memory.ask(error))
     assert "there is no plan of this run: ValueError: the model reads a value" in text
     assert "75.0 GiB" in text
     assert text.endswith("remat plan recipe=mine hardware.host_memory_gib=500.00 hardware.gpu_memory_gib=79.10")
@@ -198,7 +197,7 @@ def test_the_message_without_a_plan() -> None:
 def test_one_rank_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     waited: list[float] = []
     monkeypatch.setattr(out_of_memory.time, "sleep", waited.append)
-    monkeypatch.setattr(out_of_memory, "ask", lambda error: ([], COMMAND))
+    monkeypatch.setattr(out_of_memory, "ask", lambda error: [])
     monkeypatch.setenv("RANK", "3")
     assert out_of_memory.tell(gpu_error(), 70) == 70  # outside of a process group rank 0 tells
     assert waited and capsys.readouterr().err == ""
@@ -220,7 +219,7 @@ def test_advice_is_for_a_run_that_does_not_go_on(
     capsys: pytest.CaptureFixture[str], tmp_path: Path,
 ) -> None:  # fmt: skip
     asked: list[OutOfMemory] = []
-    monkeypatch.setattr(out_of_memory, "ask", lambda error: (asked.append(error) or [], COMMAND))
+    monkeypatch.setattr(out_of_memory, "ask", lambda error: asked.append(error) or [])
     choice = None if chosen is None else retreat.Retreat(chosen, "out of memory")
     monkeypatch.setattr(out_of_memory.retreat, "choose", lambda smaller, why: choice)
     monkeypatch.setenv(retreat.FILE, str(tmp_path / "retreat.json"))
