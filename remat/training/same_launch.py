@@ -75,15 +75,15 @@ def join(
         return None
     mine = collect_facts(cfg, rendered, fields)
     verdict = Verdict(**found.agree("facts", mine, lambda everyone: asdict(judge(everyone)), wait))
-    found.hosts = verdict.hosts
-    if verdict.problem is None:
-        interface, problem = distributed.choose_interface(verdict.addresses, os.environ)
-        verdict = Verdict(**found.agree("network", {"problem": problem}, lambda e: _network(e, verdict), wait))
+    found.hosts, problem = verdict.hosts, verdict.problem
+    if problem is None:
+        interface, own = distributed.choose_interface(verdict.addresses, os.environ)
+        problem = found.agree("network", {"problem": own}, lambda e: _network(e, verdict.hosts), wait)
         if interface:
             os.environ[distributed.INTERFACE] = interface
-    if verdict.problem:
+    if problem:
         found.refuse_together()
-        raise ConfigError(verdict.problem)
+        raise ConfigError(problem)
     return found
 
 
@@ -101,10 +101,7 @@ def collect_facts(cfg: RunConfig, rendered: Mapping[str, Any], fields: Mapping[s
         "code": {key: (value, value) for key, value in digest_code().items()},
         "commit": run_dir.commit(),
         "versions": {key: (value, value) for key, value in _versions().items()},
-        "ranks": {
-            "ranks": (size, size),
-            "device": (device, device),
-        },
+        "ranks": {"ranks": (size, size), "device": (device, device)},
     }
 
 
@@ -148,13 +145,14 @@ def _differences(everyone: list[dict[str, Any]], kind: str) -> list[str]:
     return lines
 
 
-def _network(everyone: list[dict[str, Any]], verdict: Verdict) -> dict[str, Any]:
+def _network(everyone: list[dict[str, Any]], hosts: list[str]) -> str:
+    """Return the problems of all ranks with their network interfaces; "" without any."""
     problems = [
-        f"rank {rank} on {verdict.hosts[rank]}: {each['problem']}"
+        f"rank {rank} on {hosts[rank]}: {each['problem']}"
         for rank, each in enumerate(everyone)
         if each["problem"]
     ]
-    return asdict(Verdict(verdict.hosts, verdict.addresses, "\n".join(problems[:MOST_LINES]) or None))
+    return "\n".join(problems[:MOST_LINES])
 
 
 def digest_code(folder: Path = PACKAGE) -> dict[str, str]:
