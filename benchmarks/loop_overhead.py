@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace) -> None:
     console.quiet_libraries(debug=False)
     with tempfile.TemporaryDirectory() as scratch:
         composed = compose.compose_run(overrides(args, scratch))
-        parts = build.build(composed.run, composed.yaml)
+        parts = build.build(composed)
         loops = {"remat": remat_loop(parts, args), "bare": bare_loop(parts, args)}
         world = distributed.current()
         about = {

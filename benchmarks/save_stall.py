@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace) -> None:
     step_s: dict[str, list[float]] = {"alone": [], "beside a save": []}
     with tempfile.TemporaryDirectory() as scratch:
         composed = compose.compose_run(overrides(scratch))
-        parts = build.build(composed.run, composed.yaml, composed.words)
+        parts = build.build(composed)
         progress, first = loop.start(parts), FirstStep()
 
         def step() -> None:

@@ -60,7 +60,7 @@ def run(argv: list[str]) -> Outcome:
     with without_garbage():
         from remat.training import build, loop, lost_peer
 
-    outcome = loop.train(build.build(composed.run, composed.yaml, composed.words))
+    outcome = loop.train(build.build(composed))
     lost_peer.leave_together()
     return outcome
 

@@ -212,16 +212,15 @@ def _swap_folder(
     return folder
 
 
-def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
-    """Build everything up to the first step. Collective.
+def build(asked: Composed) -> Run:
+    """Build everything up to the first step of the run that was `asked` for. Collective.
 
-    `words` are the arguments of the run's command line, which advice repeats. Raises ConfigError (exit 2) or DoesNotFit
-    (exit 3) before any weight is read, OutOfMemory after that.
+    Raises ConfigError (exit 2) or DoesNotFit (exit 3) before any weight is read, OutOfMemory after that.
     """
     console = Console(is_main=distributed.rank_from_env() == 0)
     ownership = Ownership(console.note)
     watchdog = Watchdog(
-        cfg.train.deadlines,
+        asked.run.train.deadlines,
         rank=distributed.rank_from_env(),
         size=distributed.world_size_from_env(),
         let_go=ownership.release,
@@ -230,7 +229,7 @@ def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
     undo = contextlib.ExitStack()
     try:
         with lost_peer.named(watchdog):
-            run = _build(cfg, yaml, words, console, watchdog, ownership, undo)
+            run = _build(asked, console, watchdog, ownership, undo)
     except BaseException:
         undo.close()
         ownership.release()
@@ -242,22 +241,16 @@ def build(cfg: RunConfig, yaml: str, words: Sequence[str] = ()) -> Run:
 
 
 def _build(
-    cfg: RunConfig,
-    yaml: str,
-    words: Sequence[str],
-    console: Console,
-    watchdog: Watchdog,
-    ownership: Ownership,
-    undo: contextlib.ExitStack,
+    asked: Composed, console: Console, watchdog: Watchdog, ownership: Ownership, undo: contextlib.ExitStack
 ) -> Run:
     distributed.select_device()
     ranks, local_ranks = distributed.world_size_from_env(), distributed.local_size_from_env()
-    looked = _look_first(cfg) if distributed.rank_from_env() == 0 else None
-    strategy = _decide(cfg, looked.problems if looked else [], ranks, local_ranks, console)
+    looked = _look_first(asked.run) if distributed.rank_from_env() == 0 else None
+    strategy = _decide(asked.run, looked.problems if looked else [], ranks, local_ranks, console)
     for text in strategy.warnings:
         console.warning(text)
-    world, group, sequence_group = _join(cfg, strategy, watchdog)
-    asked, strategy, chosen = _with_settings(Composed(cfg, lambda: yaml, list(words)), strategy, world, console)
+    world, group, sequence_group = _join(asked.run, strategy, watchdog)
+    asked, strategy, chosen = _with_settings(asked, strategy, world, console)
     cfg, strategy = _with_format(asked.run, strategy, looked)
     profiling.check(cfg.profile, world.device)
     snapshots = Snapshots(world.device)

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         for fault in faults:
             if fault.at == "built":
                 fault.happen(Path())
-        parts = build.build(composed.run, composed.yaml, composed.words)
+        parts = build.build(composed)
         data = Data(parts)
         for fault in faults:
             fault.put_into(parts)

@@ -98,12 +98,12 @@ def main() -> int:
     proceeding, large, stopping = json.loads((FOLDER / "runs.json").read_text())
     watch_saves()
     composed = compose.compose_run(proceeding)
-    parts = build.build(composed.run, composed.yaml, composed.words)
+    parts = build.build(composed)
     loop.train(parts)
     parts.engine.destroy()
     composed = compose.compose_run(large)
     try:
-        build.build(composed.run, composed.yaml, composed.words)
+        build.build(composed)
     except DoesNotFit as error:
         note("large", {"error": str(error)})
     return train.main(stopping)

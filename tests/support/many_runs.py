@@ -32,7 +32,7 @@ def main(spec_path: Path) -> None:
     done = {}
     for name, overrides in json.loads(spec_path.read_text()).items():
         composed = compose.compose_run(overrides)
-        parts = build.build(composed.run, composed.yaml, composed.words)
+        parts = build.build(composed)
         outcome = loop.train(parts)
         parts.engine.destroy()
         done[name] = {

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     done = {}
     for name, overrides in json.loads(spec_path.read_text()).items():
         composed = compose.compose_run(overrides)
-        parts = build.build(composed.run, composed.yaml, composed.words)
+        parts = build.build(composed)
         if parts.resumed:
             step = parts.resumed.progress.step
             folder = parts.folder / f"loaded-{parts.world.size}-{step}"

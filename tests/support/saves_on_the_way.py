@@ -112,7 +112,7 @@ class Fault:
 def one(run: dict[str, Any]) -> dict[str, Any]:
     composed = compose.compose_run(run["words"])
     fault, error = Fault(run["fault"]), None
-    parts = build.build(composed.run, composed.yaml, composed.words)
+    parts = build.build(composed)
     fault.put_into(parts)
     try:
         loop.train(parts)

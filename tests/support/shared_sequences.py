@@ -182,7 +182,7 @@ def _half_way(words: list[str], ranks: int) -> list[str]:
 def run(words: list[str]) -> dict[str, Any]:
     """Train on this rank; what metrics.jsonl says of each step, and the trained weights. Collective."""
     composed = compose.compose_run(words)
-    made = build.build(composed.run, composed.yaml, composed.words)
+    made = build.build(composed)
     loop.train(made)
     weights = {name: p for name, p in made.engine.module.named_parameters() if p.requires_grad}
     gathered = contextlib.nullcontext()

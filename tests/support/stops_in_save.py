@@ -45,7 +45,7 @@ def main(folder: Path) -> None:
     *whole, last = json.loads((folder / "runs.json").read_text())
     for words in [*whole, last]:
         composed = compose.compose_run(words)
-        parts = build.build(composed.run, composed.yaml, composed.words)
+        parts = build.build(composed)
         if words is last and os.environ["RANK"] == "1":
             halt_in(parts.engine, f"tmp-step-{composed.run.train.steps:06d}", folder)
         loop.train(parts)

@@ -29,7 +29,7 @@ def run_of(*words: str) -> RunConfig:
 def refused(*words: str) -> str:
     composed = compose.compose_run(list(words))
     with pytest.raises(ConfigError) as error:
-        build.build(composed.run, composed.yaml, composed.words)
+        build.build(composed)
     return str(error.value)
 
 
