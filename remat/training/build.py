@@ -422,8 +422,7 @@ def _begun_before(cfg: RunConfig) -> Path | None:
     if cfg.resume != "auto_or_start" or cfg.run_id is None:
         return None
     folder = Path(cfg.output_dir).expanduser() / cfg.name / cfg.run_id
-    found: Path | None = distributed.broadcast(folder if folder.is_dir() else None)
-    return found
+    return distributed.broadcast(folder if folder.is_dir() else None)
 
 
 def _join(cfg: RunConfig, strategy: Strategy, watchdog: Watchdog) -> tuple[World, Any | None, RankGroup | None]:
@@ -683,10 +682,9 @@ def _sharded_4bit(
 def _loading(cfg: RunConfig, hf_config: PretrainedConfig, world: World) -> dict[str, Any]:
     """Return the `from_pretrained` arguments that quantise a base while it is read."""
     skeleton = hf_model.skeleton(hf_config, cfg.model)
-    found: dict[str, Any] = adapters.loading_quantised(
+    return adapters.loading_quantised(
         skeleton, layers.decoder_layers(skeleton), hf_model.DTYPES[cfg.train.precision], world.device
     )
-    return found
 
 
 def _tracker(cfg: RunConfig, folder: Path, world: World, console: Console, resumed: RunState | None) -> Tracker:
@@ -744,16 +742,16 @@ def check_machine(cfg: RunConfig, *, local_size: int, warn: Callable[[str], None
     later, with the plan, when the ranks can communicate.
     """
     if old := versions.too_old():
-        raise preflight.DoesNotFit("\n".join(old))
+        raise DoesNotFit("\n".join(old))
     lacking = preflight.too_few_gpus(needed=local_size, found=torch.cuda.device_count())
     if lacking and not cfg.force:
-        raise preflight.DoesNotFit(f"{lacking}. Start anyway with force=true")
+        raise DoesNotFit(f"{lacking}. Start anyway with force=true")
     if lacking:
         warn(f"force=true: starting although {lacking}")
     _check_precision(cfg.train.precision)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if cfg.compile is Compilation.layers and (tool := compiled.lacking(device)):
-        raise preflight.DoesNotFit(f"compile=layers needs {tool}; or use compile=none")
+        raise DoesNotFit(f"compile=layers needs {tool}; or use compile=none")
 
 
 def throughput_figures(cfg: RunConfig, context: int, warn: Callable[[str], None]) -> dict[str, Any]:
