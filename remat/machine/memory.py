@@ -93,7 +93,6 @@ class MemoryMonitor:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._process = psutil.Process()
 
     def sample(self) -> dict[str, float]:
         """Return this rank's figures in GiB. Every rank of a run has the same keys; GPU keys only with a GPU.
@@ -101,7 +100,7 @@ class MemoryMonitor:
         GPU peaks are since the last `reset_peak()`. The host peak is since the process began, loading included,
         because the kernel's high-water mark cannot be reset everywhere.
         """
-        rss_bytes = self._process.memory_info().rss
+        rss_bytes = psutil.Process().memory_info().rss
         figures = {
             HOST_RSS_GIB: rss_bytes / GIB,
             HOST_RSS_PEAK_GIB: max(rss_bytes, _peak_rss_bytes()) / GIB,

@@ -241,15 +241,15 @@ def _allow_connections(ranks: int) -> None:
     last ranks.
     """
     needed = CONNECTIONS_OF_A_RANK * ranks + OTHER_FILES
-    soft, hard = (float("inf") if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
-    if hard < needed:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: no limit
+    if 0 <= hard < needed:
         raise ConfigError(
             f"{ranks} ranks: rank 0 holds {CONNECTIONS_OF_A_RANK} connections to each, so it may need {needed} open "
             f"files, and {socket.gethostname()} allows {hard} (ulimit -Hn): raise the limit there (limits.conf: "
             "nofile; systemd: LimitNOFILE)"
         )
-    if soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    if 0 <= soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _unreachable() -> str | None:

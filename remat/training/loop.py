@@ -10,7 +10,7 @@ import copy
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -251,7 +251,7 @@ class Outcome:
 
     finished: bool
     progress: Progress
-    metrics: StepMetrics = field(default_factory=dict)  # the last value of each
+    metrics: StepMetrics  # the last value of each
 
 
 def train(run: Run) -> Outcome:

@@ -173,14 +173,14 @@ class Snapshots:
     """Snapshots of this rank's memory by label. A label that comes again replaces the earlier one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._process = device, psutil.Process()
+        self._device = device
         self._taken: dict[str, dict[str, Any]] = {}
 
     def take(self, label: str) -> None:
         found = {
             "label": label,
             "time_unix_s": round(time.time(), 3),
-            "host_resident_bytes": self._process.memory_info().rss,
+            "host_resident_bytes": psutil.Process().memory_info().rss,
         }
         if self._device.type == "cuda":
             found["gpu_allocated_bytes"] = torch.cuda.memory_allocated(self._device)
