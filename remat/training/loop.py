@@ -382,11 +382,11 @@ def _forward_backward_update(run: Run, first: FirstStep, batch: StepBatch, step:
     gradients of their own, so a rank's summed loss is multiplied by their number / trained tokens of the global
     batch. DeepSpeed's own division by the accumulation steps is switched off.
     """
-    if run.pipeline is not None:
-        return _through_stages(run, run.pipeline, first, batch, step)
     engine, timer = run.engine, run.timer
     optimizer.set_lr(engine.optimizer, optimizer.lr_at(step, run.cfg.optim, run.steps))
     scale = run.world.zero_size / max(1, batch.trained_tokens)
+    if run.pipeline is not None:
+        return _through_stages(run, run.pipeline, first, batch, scale)
     losses = []
     for micro_batch in batch.micro_batches:
         run.watchdog.enter("step", step + 1)
@@ -410,15 +410,13 @@ def _forward_backward_update(run: Run, first: FirstStep, batch: StepBatch, step:
 
 
 def _through_stages(
-    run: Run, pipeline: PipelineParallel, first: FirstStep, batch: StepBatch, step: int
+    run: Run, pipeline: PipelineParallel, first: FirstStep, batch: StepBatch, scale: float
 ) -> torch.Tensor:
-    """Do what `_forward_backward_update` does, with stages. Ranks of the last stage return losses, the others zeros.
+    """Run one optimizer step with stages. Ranks of the last stage return their losses, the others zeros.
 
     The first micro-batch of a launch goes through all stages by itself, so that what each stage keeps can be counted.
     """
     engine, count = run.engine, len(batch.micro_batches)
-    optimizer.set_lr(engine.optimizer, optimizer.lr_at(step, run.cfg.optim, run.steps))
-    scale = run.world.zero_size / max(1, batch.trained_tokens)
     every = map(run.inputs, batch.micro_batches)
     how: dict[str, Any] = {
         "weigh": lambda loss: loss * scale * poison_gradients(loss),
