@@ -115,14 +115,14 @@ def _name(line: Row) -> str:
 
 def describe(lines: list[Row]) -> dict[str, str]:
     """Return the rows of the final table: those named in SHORT that have both figures."""
-    return {
-        f"{SHORT[line.category]}": f"planned {line.planned_is}{' ' * bool(line.planned_is)}{line.planned:,.4g} "
-        f"{line.unit}, measured {line.measured:,.4g}"
-        + f" ({line.measured / line.planned - 1:+.1%})"
-        * (not line.planned_is)
-        for line in lines
-        if line.category in SHORT and line.planned and line.measured is not None
-    }
+    found = {}
+    for line in lines:
+        if line.category in SHORT and line.planned and line.measured is not None:
+            planned = f"{line.planned_is} {line.planned:,.4g}".lstrip()
+            deviation = "" if line.planned_is else f" ({line.measured / line.planned - 1:+.1%})"
+            text = f"planned {planned} {line.unit}, measured {line.measured:,.4g}{deviation}"
+            found[SHORT[line.category]] = text
+    return found
 
 
 def _peaks(run: Run, first: FirstStep) -> list[Row]:
