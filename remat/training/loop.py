@@ -106,25 +106,26 @@ def _write_ledger(
     return lines
 
 
-def evaluate(run: Run, first: FirstStep, step: int) -> StepMetrics:
-    """Return the mean loss per trained token over the held-out blocks. Collective.
+def evaluate(run: Run, first: FirstStep, progress: Progress) -> StepMetrics:
+    """Return the mean loss per trained token over the held-out blocks, and count it in `progress`. Collective.
 
     Every rank runs the same number of forwards. Returns {} without held-out blocks, or when the ranks agree to
-    stop before it is done.
+    stop before it is done: then the evaluation is due after the resume.
     """
-    if run.held_out is None or run.stop.reason is not None:
-        return {}
-    started = time.perf_counter()
-    run.console.progress(step, run.steps, doing="evaluating")
-    with run.window.excluded(), out_of_memory.named("evaluate", run.plan):
-        mean = _mean_loss(run, step)
-    first.micro_batches = 0  # ZeRO-3 forgets the order of its gathers
-    run.take_memory_peaks()
-    if run.stop.reason is not None:
-        return {}
-    metrics = {LOSS_EVAL: mean}
-    run.tracker.log(step, metrics)
-    run.console.eval_line(step, mean, time.perf_counter() - started)
+    metrics: StepMetrics = {}
+    if run.held_out is not None and run.stop.reason is None:
+        started = time.perf_counter()
+        run.console.progress(progress.step, run.steps, doing="evaluating")
+        with run.window.excluded(), out_of_memory.named("evaluate", run.plan):
+            mean = _mean_loss(run, progress.step)
+        first.micro_batches = 0  # ZeRO-3 forgets the order of its gathers
+        run.take_memory_peaks()
+        if run.stop.reason is None:
+            metrics = {LOSS_EVAL: mean}
+            run.tracker.log(progress.step, metrics)
+            run.console.eval_line(progress.step, mean, time.perf_counter() - started)
+    progress.to_evaluate = run.stop.reason is not None and not metrics
+    saves.count_evaluation(run, progress, metrics)
     return metrics
 
 
@@ -299,7 +300,7 @@ def _train(run: Run, first: FirstStep) -> Outcome:
     stop = run.stop
     stop.poll()  # a stop may have been asked for while the run was built
     if progress.to_evaluate:
-        metrics |= _evaluate(run, first, progress)
+        metrics |= evaluate(run, first, progress)
     while progress.step < last and stop.reason is None and not saves.is_over(run, progress):
         metrics |= step(run, first, progress, last)
         saves.complete_save(run, progress.step)
@@ -312,7 +313,7 @@ def _train(run: Run, first: FirstStep) -> Outcome:
             saves.make_trial_save(run, progress)
             stop.poll()  # a stop may have been asked for during the rehearsal
         if _due(progress.step, cfg.train.eval_every, last):
-            metrics |= _evaluate(run, first, progress)
+            metrics |= evaluate(run, first, progress)
         end = progress.step if saves.is_over(run, progress) else last
         if saves.is_due(cfg, progress.step, end):
             saves.save_state(run, progress, must=progress.step == end)
@@ -477,14 +478,6 @@ def _log(run: Run, progress: Progress, mean_loss: float) -> StepMetrics:
     metrics |= distributed.max_min(times, run.world.device) | run.take_memory_peaks() | run.plan.metrics()
     run.tracker.log(progress.step, metrics)
     run.console.line(progress.step, run.steps, metrics)
-    return metrics
-
-
-def _evaluate(run: Run, first: FirstStep, progress: Progress) -> StepMetrics:
-    """Evaluate after this step. If the run stops first, note that the evaluation is due after the resume."""
-    metrics = evaluate(run, first, progress.step)
-    progress.to_evaluate = run.stop.reason is not None and not metrics
-    saves.count_evaluation(run, progress, metrics)
     return metrics
 
 
