@@ -428,7 +428,8 @@ def test_a_value_that_is_moved_is_stored_in_8_bits_where_that_is_asked_for() -> 
     found, _ = under(net, [table] * 3, cfg=cfg)
     rows = 2 * 16
     assert [counts.moved_bytes for counts in found.applied.counts] == [rows * (32 + 4 + 64 + 4 + 4)] * 3
-    assert sum(budget.host_sizes(graph, table, StorageDtype.fp8)) == rows * (32 + 4 + 64 + 4 + 4)
+    sizes = {value.name: budget.host_bytes(value, StorageDtype.fp8) for value in graph.values}
+    assert sum(sizes[name] for name in names) == rows * (32 + 4 + 64 + 4 + 4)
     assert verification.unmet_expectations(found.applied, found.watch, cfg) == []
     assert torch.equal(found.loss, kept.loss)
     for name, exact in kept.gradients.items():

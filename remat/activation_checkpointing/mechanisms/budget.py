@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 from remat.activation_checkpointing.mechanisms.arguments import Replayable
 from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied
 from remat.activation_checkpointing.mechanisms.mechanism import (
-    LayerForward,
     Mechanism,
     Observed,
     Setting,
@@ -294,7 +293,8 @@ class LayerRunner:
             kept = choose_kept(graph, self.table)
             program = compile_table(graph, kept, choose_moved(graph, self.table, kept))
             program.rows = {value: row_of_value(graph.values[value]) for value in program.moved}
-            program.moved_bytes = sum(host_sizes(graph, self.table, self.site.setup.cfg.offload.dtype))
+            dtype = self.site.setup.cfg.offload.dtype
+            program.moved_bytes = sum(host_bytes(graph.values[value], dtype) for value in program.moved)
             remember(known, key, program)
         return known[key]
 
@@ -633,20 +633,10 @@ def host_bytes(value: Value, dtype: StorageDtype) -> int:
     return stored_bytes(value.nbytes, value.dtype.itemsize, row_of_value(value), dtype)
 
 
-def host_sizes(graph: Graph, table: Table, dtype: StorageDtype) -> list[int]:
-    """Return the bytes that each value that `table` moves takes on the host."""
-    moved = choose_moved(graph, table, choose_kept(graph, table)) if table.offload else ()
-    return [host_bytes(graph.values[value], dtype) for value in sorted(moved)]
-
-
 def first_call_bytes(graph: Graph, table: Table | None) -> int:
     """Return what a layer that learns keeps until its forward is over, on top of what it keeps in later calls."""
     kept = choose_kept(graph, table or NOTHING)
     return sum(graph.values[value].nbytes for value in graph.saved() if value not in kept)
-
-
-def _treat(site: Site) -> LayerForward:
-    return LayerRunner(site)
 
 
 def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
@@ -686,4 +676,4 @@ def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
     return found
 
 
-MECHANISM = Mechanism("budget", _treat, refuse=_refuse, unmet=_unmet)
+MECHANISM = Mechanism("budget", LayerRunner, refuse=_refuse, unmet=_unmet)
