@@ -34,6 +34,8 @@ from remat.activation_checkpointing.mechanisms.mechanism import (
     spans,
 )
 from remat.activation_checkpointing.mechanisms.offload import row_of, stored_bytes
+from remat.activation_checkpointing.mechanisms.saved_tensors import unedited
+from remat.activation_checkpointing.mechanisms.selective_modules import wrap_forward
 from remat.activation_checkpointing.mechanisms.tables.code import write_makers
 from remat.activation_checkpointing.mechanisms.tables.graph import (
     Geometry,
@@ -349,20 +351,16 @@ class LayerRunner:
         module, rest = modules[0], partial(self.with_weights, modules[1:], run)
         if not self.gathers or self._is_there(module):
             return rest()
-        before, pending = module.__dict__.get("forward"), module.__dict__.get("ds_grads_remaining")
-        module.forward = lambda: rest()
+        pending = module.__dict__.get("ds_grads_remaining")
+        undo = wrap_forward(module, lambda *_: rest())
         self._open.add(module)
         try:
             module()
         finally:
             self._open.discard(module)
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
-            if (
-                pending is not None
-            ):  # the hook before a forward makes it 0, and the module would never be released
+            undo()
+            # the hook before a forward makes it 0, and the module would never be released
+            if pending is not None:
                 module.ds_grads_remaining = pending
         return None
 
@@ -582,22 +580,15 @@ def _unpack(handle: Any) -> torch.Tensor:
     """
     if type(handle) is Slot:
         handle = handle.handle
-    tensor: torch.Tensor
     if type(handle) is list:
         frame, entry, made = handle
         if made is None:
             made = handle[2] = frame.take(entry)
-        tensor = made
+        tensor: torch.Tensor = made
         return tensor
     if type(handle) is WeightView:
         return handle.get()
-    tensor, version = handle
-    if tensor._version != version:  # autograd checks it itself only where there are no hooks
-        raise RuntimeError(
-            f"a tensor needed for backward, of shape {list(tensor.shape)}, was modified by an in-place "
-            f"operation: it is at version {tensor._version}, expected version {version}"
-        )
-    return tensor
+    return unedited(handle)
 
 
 def _is_made_by(entry: Entry, node: Any) -> bool:
