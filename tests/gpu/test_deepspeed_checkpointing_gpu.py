@@ -38,7 +38,7 @@ def moved(model_type: str, reentrant: bool, cfg: DeepSpeedCheckpointingConfig) -
     for layer, of_layer in zip(layers.decoder_layers(net), counts, strict=True):
 
         def run(layer_forward: Any, *args: Any, of_layer: LayerCounters = of_layer) -> Any:
-            return engine.run(layer_forward, *args, counts=of_layer)
+            return engine.run(layer_forward, *args, counts=of_layer, layer="a layer")
 
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = run  # type: ignore[assignment]

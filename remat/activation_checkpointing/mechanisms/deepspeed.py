@@ -2,7 +2,7 @@
 
 `deepspeed.checkpointing` keeps its settings in module globals, empties its tensor arguments in place and checks nothing
 else. Here it is given one positional tensor, an alias that nobody else holds; `close` restores its globals; and
-`problems` refuses what it would compute wrongly without an error.
+`_refuse` names beforehand what it would compute wrongly without an error.
 """
 
 from __future__ import annotations
@@ -55,39 +55,16 @@ FRESH: dict[str, Any] = {  # the values of a process that never called deepspeed
 }
 
 
-def problems(
-    cfg: CheckpointingConfig,
-    *,
-    zero_stage: int,
-    tensor_parallel_size: int,
-    has_gpu: bool,
-    num_calls: int,
-    activation_elements: int | None = None,
-    one_width: bool = True,
-) -> list[str]:
-    """Tell why DeepSpeed's function cannot run with these options, or which switch has no effect, and the remedy.
-
-    `num_calls`: checkpointed layers; `activation_elements`: micro-batch x sequence x hidden, when known; `one_width`:
-    whether all micro-batches have the same shape.
-    """
-    return [
-        *_switches(cfg.deepspeed, tensor_parallel_size, has_gpu, num_calls, one_width),
-        *_division(cfg.deepspeed, tensor_parallel_size, activation_elements),
-        *_variant(cfg, zero_stage),
-    ]
-
-
-def _switches(
-    ds: DeepSpeedCheckpointingConfig, tensor_parallel_size: int, has_gpu: bool, num_calls: int, one_width: bool
-) -> list[str]:
+def _switches(ds: DeepSpeedCheckpointingConfig, setting: Setting, num_calls: int) -> list[str]:
+    """Tell which switches cannot work or have no effect. `num_calls`: checkpointed layers."""
     found = []
-    if ds.partition_activations and tensor_parallel_size < 2:
+    if ds.partition_activations and setting.tensor_parallel_size < 2:
         found.append(
             f"{OPTION}.partition_activations=true: there is no group of ranks with the same activations "
             "(train.tensor_parallel_size=1), and slices of different data would train on wrong gradients; set "
             "train.tensor_parallel_size=2 or more, or the switch to false"
         )
-    if ds.cpu_checkpointing and not has_gpu:
+    if ds.cpu_checkpointing and not setting.has_gpu:
         found.append(
             f"{OPTION}.cpu_checkpointing=true: there is no GPU to move activations from, and DeepSpeed fails on CPU "
             "tensors; set it to false"
@@ -97,7 +74,7 @@ def _switches(
             f"{OPTION}.contiguous_memory_optimization=true: DeepSpeed has buffers for partitioned activations only; "
             f"set {OPTION}.partition_activations=true too, or this to false"
         )
-    if ds.contiguous_memory_optimization and not one_width:
+    if ds.contiguous_memory_optimization and not setting.one_width:
         found.append(
             f"{OPTION}.contiguous_memory_optimization=true: DeepSpeed's buffers are for micro-batches of one width, "
             "and without packing each is as wide as its longest row; set it to false, or data.packing=documents"
@@ -115,16 +92,13 @@ def _switches(
     return found
 
 
-def _division(
-    ds: DeepSpeedCheckpointingConfig, tensor_parallel_size: int, activation_elements: int | None
-) -> list[str]:
-    if not ds.partition_activations or activation_elements is None or tensor_parallel_size < 2:
-        return []
-    if activation_elements % tensor_parallel_size == 0:
+def _division(ds: DeepSpeedCheckpointingConfig, setting: Setting) -> list[str]:
+    elements, size = setting.activation_elements, setting.tensor_parallel_size
+    if not ds.partition_activations or elements % size == 0:
         return []
     return [
-        f"{OPTION}.partition_activations=true: a layer's input has {activation_elements} elements, which do not "
-        f"divide by train.tensor_parallel_size={tensor_parallel_size}; change train.micro_batch_size or train.seq_len"
+        f"{OPTION}.partition_activations=true: a layer's input has {elements} elements, which do not divide by "
+        f"train.tensor_parallel_size={size}; change train.micro_batch_size or train.seq_len"
     ]
 
 
@@ -165,23 +139,17 @@ class DeepSpeedCheckpointing:
     def __init__(
         self, cfg: DeepSpeedCheckpointingConfig, *, num_calls: int, reentrant: bool, tensor_parallel: Any | None
     ) -> None:
-        """Raises ConfigError for partition_activations without a group; RuntimeError while another one is open."""
+        """Raises RuntimeError while another one is open."""
         from deepspeed.runtime.activation_checkpointing import checkpointing
         from deepspeed.utils.timer import SynchronizedWallClockTimer
 
         if checkpointing.is_configured():
             raise RuntimeError("deepspeed.checkpointing is configured already: close the earlier one first")
-        if cfg.partition_activations and _group_size(tensor_parallel) < 2:
-            raise ConfigError(
-                f"{OPTION}.partition_activations=true: there is no group of ranks with the same activations; set "
-                "train.tensor_parallel_size=2 or more"
-            )
         self._module: Any = checkpointing
         self._cfg, self._reentrant = cfg, reentrant
         self._same_checked = False
-        self._previous: LayerCounters | None = (
-            None  # of the call before: DeepSpeed moves an input when the next one comes
-        )
+        # of the call before: DeepSpeed moves an input when the next one comes
+        self._previous: LayerCounters | None = None
         self._restore()
         checkpointing.configure(
             mpu_=tensor_parallel,
@@ -195,13 +163,7 @@ class DeepSpeedCheckpointing:
         self._profile = SynchronizedWallClockTimer() if cfg.profile else None
         checkpointing.timers = self._profile
 
-    def run(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        counts: LayerCounters | None = None,
-        layer: str = "a layer",
-    ) -> Any:
+    def run(self, fn: Callable[..., Any], *args: Any, counts: LayerCounters, layer: str) -> Any:
         """Run fn(hidden, *rest), and again in backward. `hidden` [batch, seq, hidden] is not changed.
 
         DeepSpeed keeps, slices and moves only `hidden`; `rest` is bound to `fn`, and must carry no gradient.
@@ -232,8 +194,7 @@ class DeepSpeedCheckpointing:
         if self._previous is not None:
             self._previous.moved_bytes += self._offloaded_bytes() - before
         self._previous = counts
-        if counts is not None:
-            _count(hidden, alias, counts, self._newest_buffers())
+        _count(hidden, alias, counts, self._newest_buffers())
         return output
 
     def reset(self) -> None:
@@ -303,12 +264,6 @@ def _count(hidden: torch.Tensor, alias: torch.Tensor, counts: LayerCounters, buf
         counts.contiguous_bytes += kept.nbytes if kept.data_ptr() in buffers else 0
 
 
-def _group_size(tensor_parallel: Any | None) -> int:
-    if tensor_parallel is None:
-        return 1
-    return int(tensor_parallel.get_tensor_model_parallel_world_size())
-
-
 def _treat(site: Site) -> LayerForward:
     engine = site.setup.shared.get("deepspeed")
     if engine is None:
@@ -334,15 +289,12 @@ def _is_reentrant(cfg: CheckpointingConfig, layers: int, segments: bool) -> bool
 
 
 def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
-    found = problems(
-        cfg,
-        zero_stage=setting.zero_stage,
-        tensor_parallel_size=setting.tensor_parallel_size,
-        has_gpu=setting.has_gpu,
-        num_calls=len(treated),
-        activation_elements=setting.activation_elements,
-        one_width=setting.one_width,
-    )
+    """Tell why DeepSpeed's function cannot run with these options, or which switch has no effect, and the remedy."""
+    found = [
+        *_switches(cfg.deepspeed, setting, len(treated)),
+        *_division(cfg.deepspeed, setting),
+        *_variant(cfg, setting.zero_stage),
+    ]
     if cfg.offload.enabled:
         found.append(
             "checkpointing.offload.enabled=true with checkpointing=deepspeed: it has its own, "
