@@ -171,7 +171,7 @@ def test_a_region_that_does_not_run_again_is_noticed(monkeypatch: pytest.MonkeyP
     saved, discarded, counts = hooked(layer := Layer(), ["norm"])
     with saved.hooks():
         loss = layer(torch.randn(2, 8, requires_grad=True)).sum()
-    monkeypatch.setattr(Region, "_callable", lambda region: nn.LayerNorm(8))
+    monkeypatch.setattr(Region, "_again", lambda region, args, kwargs: nn.LayerNorm(8)(*args, **kwargs))
     with pytest.raises(RuntimeError, match="tensors in forward and 0"):
         loss.backward()
     assert (counts.expected, counts.recomputations) == (1, 0)
@@ -267,8 +267,6 @@ def test_only_norms_and_activations(asked: list[str], text: str) -> None:
     )
     (found,) = validation.problems(discard(*asked), list(net.transformer.h), setting)
     assert found.startswith(f"checkpointing.discard_modules={asked}") and text in found
-    with pytest.raises(ConfigError, match=text):
-        watched.run(net, discard(*asked))
 
 
 def test_close_leaves_the_modules_as_they_were() -> None:

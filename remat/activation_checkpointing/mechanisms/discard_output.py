@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from remat.activation_checkpointing.mechanisms.mechanism import (
     run_as_it_is,
 )
 from remat.activation_checkpointing.mechanisms.operators import Version
-from remat.activation_checkpointing.mechanisms.selective_modules import refuse_input_noise
+from remat.activation_checkpointing.mechanisms.selective_modules import refuse_input_noise, wrap_forward
 from remat.config.options import CheckpointingConfig, ConfigError
 from remat.model import layers
 
@@ -70,15 +70,12 @@ class OutputDiscarding:
     def __init__(
         self, layer: nn.Module, roles_: list[str], index: int, counts: LayerCounters, scope: Scope
     ) -> None:
-        """Raises ConfigError for other roles than norm and activation, and where their modules draw random numbers."""
-        found = problems(roles_)
-        if found:
-            raise ConfigError("\n".join(found))
+        """`roles_`: norm, activation or both. Raises ConfigError where their modules draw random numbers."""
         self.index, self.counts, self.scope = index, counts, scope
         self.forward: _LayerForward | None = None  # while the layer runs
         self.capture: Pack | None = None  # while a region runs again
         self.again: nn.Module | None = None  # the module of that region
-        self._wrapped: list[tuple[nn.Module, Any]] = []
+        self._undo = ExitStack()
         for role in roles_:
             for name, module in layers.find_modules(layer, role, "checkpointing.discard_modules"):
                 random = [part for part in module.modules() if isinstance(part, RANDOM)]
@@ -87,7 +84,8 @@ class OutputDiscarding:
                         f"checkpointing.discard_modules={role}: {name} draws random numbers "
                         f"({type(random[0]).__name__}); use checkpointing=selective_modules"
                     )
-                self._wrap(name, role, module)
+                # Inside ZeRO-3's hooks: what they do to inputs and outputs is not part of the region.
+                self._undo.callback(wrap_forward(module, partial(self._call, name, role, module)))
 
     @contextmanager
     def around_forward(self, keep: Pack, restore: Unpack) -> Iterator[None]:
@@ -135,20 +133,10 @@ class OutputDiscarding:
 
     def close(self) -> None:
         """Leave the modules as they were."""
-        while self._wrapped:
-            module, before = self._wrapped.pop()
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
-
-    def _wrap(self, name: str, role: str, module: nn.Module) -> None:
-        self._wrapped.append((module, module.__dict__.get("forward")))
-        # The instance's forward, inside ZeRO-3's hooks: what they do to inputs and outputs is not part of the region.
-        module.forward = partial(self._call, name, role, module, module.forward)
+        self._undo.close()
 
     def _call(
-        self, name: str, role: str, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any
+        self, name: str, role: str, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         if self.capture:
             self.counts.recomputations += module is self.again
@@ -280,7 +268,7 @@ class Region:
         owner.capture, owner.again = capture, self._module
         try:
             with torch.enable_grad(), self._autocast(), owner.scope.inside(owner.index, recomputing=True):
-                output = self._callable()(*args, **kwargs)
+                output = self._again(args, kwargs)
         finally:
             owner.capture = owner.again = None
         if saves != self._saves:
@@ -309,8 +297,8 @@ class Region:
         if storage._cdata not in self._gone:  # the reference keeps the address from being given to another
             self._gone[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
-    def _callable(self) -> Callable[..., Any]:
-        """Return what runs the region: the module itself if ZeRO-3's hooks must gather its weights.
+    def _again(self, args: Any, kwargs: Any) -> Any:
+        """Run the region, by the module itself if ZeRO-3's hooks must gather its weights.
 
         If the weights are gathered already, the hooks must not run: they would release them in the module's backward.
         """
@@ -320,8 +308,8 @@ class Region:
             if hasattr(parameter, "ds_status")
         ]
         if all(name == "AVAILABLE" for name in status):
-            return partial(self._owner._call, self.name, self.role, self._module, self._run)
-        return self._module
+            return self._owner._call(self.name, self.role, self._module, self._run, args, kwargs)
+        return self._module(*args, **kwargs)
 
 
 @dataclass(frozen=True)
