@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing.mechanisms.arguments import Replayable, tell_of_gradient
-from remat.activation_checkpointing.mechanisms.counters import LayerCounters, PolicyNotApplied, Scope, one_run
+from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied, Scope, one_run
 from remat.activation_checkpointing.mechanisms.mechanism import (
     SLACK_BYTES,
     LayerForward,
@@ -38,55 +38,49 @@ OPTION = "checkpointing.recompute_modules"
 Region = Callable[..., Any]
 
 
-def recompute_inside(
-    layer: nn.Module,
-    roles: list[str],
-    recompute_of: Callable[[nn.Module], Recompute],
-    index: int,
-    counts: LayerCounters,
-    scope: Scope,
-) -> Callable[[], None]:
-    """Make each module of `layer` with one of `roles` run again in backward on its inputs. Returns the undo.
+def _treat(site: Site) -> LayerForward:
+    """Make each module with one of the roles run again in backward on its inputs; of nested modules the outer one.
 
-    Of nested modules the outer one is recomputed. Raises ConfigError when a role is missing.
+    Raises ConfigError when a role is missing.
     """
-
-    def region_of(module: nn.Module, name: str, *in_it: str) -> Callable[[Region, Any, Any], Any]:
-        """Return a function that recomputes `module`. `in_it`: the roles that are recomputed with it."""
-        recompute = recompute_of(module)
-        attends = bool({layers.CORE_ATTENTION, "attention"} & set(in_it))
-
-        def region(fn: Region, args: Any, kwargs: Any) -> Any:
-            expected = counts.expected
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            versions = [tensor._version for tensor in tensors]
-            output = _run(_watched(fn, scope, attends), args, kwargs, recompute, index, counts, scope)
-            if versions != [tensor._version for tensor in tensors]:
-                raise PolicyNotApplied(
-                    f"checkpointing.recompute_modules: in layer {index} {name} edits its input in place (a sparse "
-                    "block with jitter does), so it cannot run again on what it was given; leave "
-                    f"{' and '.join(in_it)} off the list or use checkpointing=full"
-                )
-            for role in in_it if counts.expected > expected else ():
-                counts.takes_effect(role)
-            return output
-
-        return region
-
-    found = {role: layers.find_modules(layer, role) for role in roles}
+    found = {role: layers.find_modules(site.layer, role) for role in site.setup.cfg.recompute_modules}
     core = found.get(layers.CORE_ATTENTION, [])
     whole = layers.outermost(
         [one for role, several in found.items() if role != layers.CORE_ATTENTION for one in several]
     )
-    undo = ExitStack()
+    cleanup = site.setup.cleanup
     for name, module in whole:
         in_it = [role for role, several in found.items() if _any_inside(several, name)]
-        undo.callback(wrap_forward(module, region_of(module, name, *in_it)))
+        cleanup.callback(wrap_forward(module, _region_of(site, module, name, in_it)))
     for name, module in core:
         if not any(_any_inside([(name, module)], outer) for outer, _ in whole):
-            region = region_of(nn.Module(), name, layers.CORE_ATTENTION)  # no Linear inside
-            undo.callback(_wrap_core_attention(module, region))
-    return undo.close
+            region = _region_of(site, nn.Module(), name, [layers.CORE_ATTENTION])  # no Linear inside
+            cleanup.callback(_wrap_core_attention(module, region))
+    return run_as_it_is
+
+
+def _region_of(site: Site, module: nn.Module, name: str, in_it: list[str]) -> Callable[[Region, Any, Any], Any]:
+    """Return a function that recomputes `module`. `in_it`: the roles that are recomputed with it."""
+    recompute = skip_last_matmul(site, module, Recompute(site.setup.cfg))
+    attends = bool({layers.CORE_ATTENTION, "attention"} & set(in_it))
+    counts, scope = site.counts, site.setup.scope
+
+    def region(fn: Region, args: Any, kwargs: Any) -> Any:
+        expected = counts.expected
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        output = _run(site, recompute, _watched(fn, scope, attends), args, kwargs)
+        if versions != [tensor._version for tensor in tensors]:
+            raise PolicyNotApplied(
+                f"checkpointing.recompute_modules: in layer {site.index} {name} edits its input in place (a sparse "
+                "block with jitter does), so it cannot run again on what it was given; leave "
+                f"{' and '.join(in_it)} off the list or use checkpointing=full"
+            )
+        for role in in_it if counts.expected > expected else ():
+            counts.takes_effect(role)
+        return output
+
+    return region
 
 
 def _any_inside(found: layers.Modules, outer: str) -> bool:
@@ -114,13 +108,12 @@ def _watched(fn: Region, scope: Scope, attends: bool) -> Region:
     return call
 
 
-def _run(
-    fn: Region, args: Any, kwargs: Any, recompute: Recompute, index: int, counts: LayerCounters, scope: Scope
-) -> Any:
+def _run(site: Site, recompute: Recompute, fn: Region, args: Any, kwargs: Any) -> Any:
     """Run `fn(*args, **kwargs)` as one recomputed region.
 
     Every tensor becomes a positional argument of the region: only those pass the saved-tensor hooks around the layer.
     """
+    index, counts, scope = site.index, site.counts, site.setup.scope
     if scope.keeping or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
 
@@ -214,20 +207,6 @@ def refuse_input_noise(
         f"{option}: {field}={setting.fields.get(field)} {effect} ({name}); set model.architecture.{field}=0, {remedy}, "
         "or use checkpointing=full"
     ]
-
-
-def _treat(site: Site) -> LayerForward:
-    cfg = site.setup.cfg
-    undo = recompute_inside(
-        site.layer,
-        cfg.recompute_modules,
-        lambda region: skip_last_matmul(site, region, Recompute(cfg)),
-        site.index,
-        site.counts,
-        site.setup.scope,
-    )
-    site.setup.cleanup.callback(undo)
-    return run_as_it_is
 
 
 def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:
