@@ -14,7 +14,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from remat.activation_checkpointing.mechanisms.arguments import Replayable, find_tensors
+from remat.activation_checkpointing.mechanisms.arguments import Replayable, find_tensors, like
 from remat.activation_checkpointing.mechanisms.lazy_matmul import SkipLastMatmul
 from remat.activation_checkpointing.mechanisms.mechanism import LayerForward, Mechanism, Setting, Site, Treated
 from remat.config.options import CheckpointingConfig, ConfigError, Policy
@@ -196,7 +196,7 @@ class FlatRegion:
             return tuple(leaves[place] for place in self._places)
         reentrant = not torch.is_grad_enabled()
         if reentrant:
-            with as_if_kept():
+            with torch.enable_grad(), saved_tensors_hooks(lambda _: None, _never):
                 leaves, self._spec = tree_flatten(self._fn(*(_fresh(value) for value in args)))
         else:
             leaves, self._spec = tree_flatten(self._fn(*args))
@@ -256,13 +256,6 @@ def state_of(args: tuple[Any, ...]) -> torch.Tensor:
     return args[0]
 
 
-@contextmanager
-def as_if_kept() -> Iterator[None]:
-    """Switch gradients on, but save no tensors for backward."""
-    with torch.enable_grad(), saved_tensors_hooks(_keep_nothing, _never):
-        yield
-
-
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
         tensors.append(value)
@@ -278,8 +271,7 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to the parts of a tuple; return anything else as it is."""
     if not isinstance(value, tuple) or isinstance(value, torch.Size):
         return value
-    parts = [change(part) for part in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return like(value, [change(part) for part in value])
 
 
 def _fresh(value: Any) -> Any:
@@ -287,10 +279,6 @@ def _fresh(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
         return value
     return value.detach().requires_grad_(value.requires_grad)
-
-
-def _keep_nothing(tensor: torch.Tensor) -> None:
-    return None
 
 
 def _never(packed: Any) -> torch.Tensor:
