@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from remat.activation_checkpointing.mechanisms import (
     budget,
@@ -18,51 +19,28 @@ from remat.activation_checkpointing.mechanisms import (
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, Mechanism, Tiling, spans
 from remat.config.options import CheckpointingConfig, ConfigError, Policy
 
-Part = tuple[int, int, bool]  # first and last layer of one call, and whether the mechanism treats them
-# fn(cfg, first, last, stacks) -> parts of the layers `first` to `last`; segments end where a stack does
-ChooseLayers = Callable[[CheckpointingConfig, int, int, Sequence[int]], Iterator[Part]]
-
-
-def _choose_all(cfg: CheckpointingConfig, first: int, last: int, stacks: Sequence[int]) -> Iterator[Part]:
-    yield from ((index, index, True) for index in range(first, last + 1))
-
-
-def _choose_every_nth(cfg: CheckpointingConfig, first: int, last: int, stacks: Sequence[int]) -> Iterator[Part]:
-    yield from ((index, index, (index - first) % cfg.interval == 0) for index in range(first, last + 1))
-
-
-def _choose_first_ones(
-    cfg: CheckpointingConfig, first: int, last: int, stacks: Sequence[int]
-) -> Iterator[Part]:
-    yield from ((index, index, index - first < cfg.block_layers) for index in range(first, last + 1))
-
-
-def _choose_segments(cfg: CheckpointingConfig, first: int, last: int, stacks: Sequence[int]) -> Iterator[Part]:
-    yield from _cut(first, last, stacks, lambda _: cfg.segment_layers)
-
-
-def _choose_sqrt_segments(
-    cfg: CheckpointingConfig, first: int, last: int, stacks: Sequence[int]
-) -> Iterator[Part]:
-    yield from _cut(first, last, stacks, sqrt_segment)
-
 
 @dataclass(frozen=True)
 class Rule:
-    """One policy. `layers_option`: the option that counts layers, which must not exceed those of the model."""
+    """One policy. `layers_option`: the option that counts layers, which must not exceed those of the model.
+
+    treats(cfg, place): whether the mechanism treats the layer that is number `place` of those with this policy.
+    segment(cfg, layers): how many of `layers` layers in a row are treated as one; segments end where a stack does.
+    """
 
     mechanism: Mechanism
-    choose: ChooseLayers = _choose_all
     layers_option: str = ""
+    treats: Callable[[CheckpointingConfig, int], bool] = lambda cfg, place: True
+    segment: Callable[[CheckpointingConfig, int], int] = lambda cfg, layers: 1
 
 
 RULES = {
     Policy.none: Rule(KEEP),
     Policy.full: Rule(recompute.MECHANISM),
-    Policy.interval: Rule(recompute.MECHANISM, _choose_every_nth, "interval"),
-    Policy.uniform: Rule(recompute.MECHANISM, _choose_segments, "segment_layers"),
-    Policy.block: Rule(recompute.MECHANISM, _choose_first_ones, "block_layers"),
-    Policy.sqrt: Rule(recompute.MECHANISM, _choose_sqrt_segments),
+    Policy.interval: Rule(recompute.MECHANISM, "interval", treats=lambda cfg, place: place % cfg.interval == 0),
+    Policy.uniform: Rule(recompute.MECHANISM, "segment_layers", segment=lambda cfg, layers: cfg.segment_layers),
+    Policy.block: Rule(recompute.MECHANISM, "block_layers", treats=lambda cfg, place: place < cfg.block_layers),
+    Policy.sqrt: Rule(recompute.MECHANISM, segment=lambda cfg, layers: sqrt_segment(layers)),
     Policy.selective_ops: Rule(selective_ops.MECHANISM),
     Policy.selective_modules: Rule(selective_modules.MECHANISM),
     Policy.discard_output: Rule(discard_output.MECHANISM),
@@ -94,8 +72,9 @@ def decide_layers(
     decisions: list[LayerDecision] = []
     for entry, first, last in _runs(cfg, num_layers):
         policy = cfg.policy if entry is None else cfg.layers[entry]
-        for start, end, is_treated in RULES[policy].choose(cfg, first, last, stacks):
-            mechanism = RULES[policy].mechanism if is_treated else KEEP
+        rule = RULES[policy]
+        for start, end in _cut(first, last, stacks, partial(rule.segment, cfg)):
+            mechanism = rule.mechanism if rule.treats(cfg, start - first) else KEEP
             decisions += [
                 LayerDecision(
                     policy=policy,
@@ -236,16 +215,16 @@ def _runs(cfg: CheckpointingConfig, num_layers: int) -> Iterator[tuple[object, i
     for key in cfg.layers:
         first, last = _range(key) or (0, -1)
         owner[first : last + 1] = [key] * (last + 1 - first)
-    start = 0
-    for index in range(1, num_layers + 1):
-        if index == num_layers or owner[index] != owner[start]:
-            yield owner[start], start, index - 1
-            start = index
+    for key, run in itertools.groupby(range(num_layers), owner.__getitem__):
+        indices = list(run)
+        yield key, indices[0], indices[-1]
 
 
-def _cut(first: int, last: int, stacks: Sequence[int], size_of: Callable[[int], int]) -> Iterator[Part]:
+def _cut(
+    first: int, last: int, stacks: Sequence[int], size_of: Callable[[int], int]
+) -> Iterator[tuple[int, int]]:
     """Cut the layers `first` to `last` into segments; none crosses from one stack into the next."""
     borders = [border for border in itertools.accumulate(stacks) if first < border <= last]
     for begin, behind in itertools.pairwise([first, *borders, last + 1]):
         size = size_of(behind - begin)
-        yield from ((start, min(start + size, behind) - 1, True) for start in range(begin, behind, size))
+        yield from ((start, min(start + size, behind) - 1) for start in range(begin, behind, size))
