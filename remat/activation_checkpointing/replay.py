@@ -9,7 +9,6 @@ that no list of cases foresees. It costs one forward and backward of those layer
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -39,6 +37,7 @@ from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.mechanisms.discard_output import autocast_of_now
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, spans
 from remat.config.units import MIB
+from remat.machine import rng
 
 DRAWS_AFTER_SAVE = {torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_}
 LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (a mask) is not copied
@@ -404,17 +403,18 @@ class Sample:
 
         torch's own random state is restored for it, except for what `discard_output` recomputes.
         """
-        draws, before = Draws(), _random_state(self._device())
+        draws, before = Draws(), rng.get()
         try:
             with draws:
                 yield
         finally:
-            after = _random_state(self._device())
+            after = rng.get()
+            torchs = [(before[kind], after[kind]) for kind in ("torch", "cuda") if before[kind] is not None]
             moved = {
                 "torch": not self.decision.mechanism.restores_random_state
-                and not _equal(before[:2], after[:2]),
-                "python's random": before[2] != after[2],
-                "numpy": not _equal(before[3][1:3], after[3][1:3]),
+                and not all(torch.equal(one, other) for one, other in torchs),
+                "python's random": before["python"] != after["python"],
+                "numpy": before["numpy"] != after["numpy"],
                 "a torch.Generator of its own": bool(draws.generators),
             }
             self._drawn_anew |= {name for name, is_moved in moved.items() if is_moved}
@@ -483,9 +483,8 @@ class Sample:
                 self._hooks.callback(tensor.register_hook(partial(_note_gradient, noted)).remove)
 
     def _start(self) -> None:
-        device = self._device()
-        self._random = _random_state(device)
-        self._autocast = [autocast_of_now(kind) for kind in {"cpu", device.type}]
+        self._random = rng.get()
+        self._autocast = [autocast_of_now(kind) for kind in {"cpu", self._device().type}]
         self._attributes = [_attributes(module) for module in self._modules()]
         for name, buffer in self._states():
             if buffer.nbytes <= LARGEST_BUFFER_BYTES and not torch._debug_has_internal_overlap(buffer):
@@ -705,7 +704,7 @@ class Sample:
             return inputs[places[id(tensor)]]
 
         self.draws.set(self.draws.first)
-        _set_random_state(self._device(), self._random)
+        rng.put(self._random)
         for module, own in zip(self._modules(), attributes, strict=True):
             _set_attributes(module, copy_containers(own))
         state: Any = None
@@ -732,7 +731,7 @@ class Sample:
         modules = self._modules()
         drawn = self.draws.now()
         hooks = [(module, name, getattr(module, name)) for module in modules for name in HOOKS]
-        before = _random_state(self._device())
+        before = rng.get()
         attributes = [{k: v for k, v in vars(module).items() if _is_state(k, v)} for module in modules]
         with ExitStack() as stack:
             stack.enter_context(_gathered([p for layer in self.layers for p in layer.parameters()]))
@@ -753,7 +752,7 @@ class Sample:
                 for module, own_attributes in zip(modules, attributes, strict=True):
                     _set_attributes(module, own_attributes)
                 self.draws.set(drawn)
-                _set_random_state(self._device(), before)
+                rng.put(before)
 
 
 def _kind(decision: LayerDecision, layers: Sequence[nn.Module], given: Mapping[str, Any]) -> Any:
@@ -923,22 +922,6 @@ def _gathered(weights: list[nn.Parameter]) -> Iterator[None]:
         yield
 
 
-RandomState = tuple[torch.Tensor, torch.Tensor | None, Any, Any]
-
-
-def _random_state(device: torch.device) -> RandomState:
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), on_device, random.getstate(), numpy.random.get_state()
-
-
-def _set_random_state(device: torch.device, state: RandomState) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
-    random.setstate(state[2])
-    numpy.random.set_state(state[3])
-
-
 def _is_torchs(generator: torch.Generator) -> bool:
     """Return whether `generator` is torch's own of its device: it is if their states are equal."""
     own = torch.default_generator
@@ -950,14 +933,6 @@ def _is_torchs(generator: torch.Generator) -> bool:
 def _plain(attributes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the attributes that are single values, which `==` compares; tensors and containers are left out."""
     return [{k: v for k, v in own.items() if isinstance(v, (bool, int, float, str))} for own in attributes]
-
-
-def _equal(left: Any, right: Any) -> bool:
-    """Compare random states: tensors, arrays and numbers."""
-    return all(
-        bool((one == other).all()) if hasattr(one, "all") else one == other
-        for one, other in zip(left, right, strict=True)
-    )
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
