@@ -274,9 +274,8 @@ class _Deferred:
     """
 
     def __init__(self) -> None:
-        self._open: dict[
-            int, list[int]
-        ] = {}  # by first layer: autograd's next node number at its call and at the last layer's
+        # by first layer: autograd's next node number at its call and at the last layer's
+        self._open: dict[int, list[int]] = {}
         self._segments: list[tuple[LayerDecision, int, int, int]] = []
         self._reordered: list[int] = []
 
@@ -362,7 +361,9 @@ class Sample:
         self._outputs: dict[str, _Output] = {}
         self._nodes: dict[int, Any] = {}  # of the region's graph, down to its inputs
         self._weights: dict[str, list[Digest]] = {}
-        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer, and what it was
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}  # what the buffers were before the first run
+        self._after: dict[str, torch.Tensor] = {}  # and after the real pass
         self._attributes: list[dict[str, Any]] = []  # of each module, before the first run
         self._hooks = ExitStack()
         self.draws = Draws()  # of the first run
@@ -488,7 +489,7 @@ class Sample:
         self._attributes = [_attributes(module) for module in self._modules()]
         for name, buffer in self._states():
             if buffer.nbytes <= LARGEST_BUFFER_BYTES and not torch._debug_has_internal_overlap(buffer):
-                self._buffers[name] = (buffer, buffer.detach().clone())
+                self._buffers[name], self._before[name] = buffer, buffer.detach().clone()
         for name, weight in self._named_weights().items():
             digests = self._weights[name] = []
             hook = weight.register_hook(partial(_note_digest, digests))
@@ -526,8 +527,9 @@ class Sample:
         name = self._name()
         again = self.decision.mechanism.runs_layer_again
         own = {key for key, weight in self._named_weights().items() if id(weight) in own_weights}
-        real = self._real(own, once=once)
         self._left = [_attributes(module) for module in self._modules()]
+        self._after = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
+        real = self._real(own, once=once)
         try:
             with self._everything_kept(scope):
                 truth = self._truth(own, once=once)
@@ -571,6 +573,7 @@ class Sample:
 
     def _against_whole(self, scope: Scope, sliced: Quantities) -> dict[str, float]:
         """Return the relative errors, beyond rounding, of outputs with sliced MLPs against those with whole MLPs."""
+        self._set_buffers(self._before)
         scope.whole = True
         try:
             outputs, _ = self._run(self._attributes)
@@ -633,14 +636,12 @@ class Sample:
             digests = self._weights[name]
             found[f"gradient of weight {name}"] = digests[0] if digests else None
         if once:
-            found |= {f"buffer {name}": buffer.detach().clone() for name, (buffer, _) in self._buffers.items()}
+            found |= {f"buffer {name}": value for name, value in self._after.items()}
         return found
 
     def _truth(self, own: set[str], *, once: bool) -> Quantities:
         """Return the same quantities of a pass that keeps everything, on the same inputs."""
-        now = {name: buffer.detach().clone() for name, (buffer, _) in self._buffers.items()}
-        for buffer, before in self._buffers.values():
-            buffer.data.copy_(before)
+        self._set_buffers(self._before)
         try:
             outputs, leaves = self._run(self._attributes)
         except Exception as error:
@@ -670,21 +671,21 @@ class Sample:
             found[f"way of the gradient from {path}"] = _flag(tensor.requires_grad)
         for name, gradient in zip(sorted(own), gradients[len(self._inputs) :], strict=True):
             found[f"gradient of weight {name}"] = None if gradient is None else _digest(gradient)
-        for name, (buffer, _) in self._buffers.items():
-            if once:
-                found[f"buffer {name}"] = buffer.detach().clone()
-            buffer.data.copy_(now[name])
+        if once:
+            found |= {f"buffer {name}": buffer.detach().clone() for name, buffer in self._buffers.items()}
         if once and _plain(left) != _plain(self._left):
             found |= self._next(left)
         return found
 
     def _next(self, attributes: list[dict[str, Any]]) -> Quantities:
         """Return what the region would return next, after a pass that left `attributes` in its modules."""
-        now = {name: buffer.detach().clone() for name, (buffer, _) in self._buffers.items()}
+        self._set_buffers(self._after)
         outputs, _ = self._run(attributes)
-        for name, (buffer, _) in self._buffers.items():
-            buffer.data.copy_(now[name])
         return {f"{NEXT} {path}": tensor.detach() for path, tensor in outputs.items()}
+
+    def _set_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, buffer in self._buffers.items():
+            buffer.data.copy_(values[name])
 
     def _modules(self) -> list[nn.Module]:
         return [module for layer in self.layers for module in layer.modules()]
@@ -751,6 +752,7 @@ class Sample:
                     setattr(module, name, own)
                 for module, own_attributes in zip(modules, attributes, strict=True):
                     _set_attributes(module, own_attributes)
+                self._set_buffers(self._after)
                 self.draws.set(drawn)
                 rng.put(before)
 
