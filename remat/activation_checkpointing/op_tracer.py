@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing.mechanisms import operators
@@ -33,19 +32,13 @@ OUTSIDE = -1  # embeddings, the output layer, the loss
 Phase = str  # "forward", "recompute", "backward"
 
 
-class OpTracer(TorchDispatchMode):
+class OpTracer(operators.Mode):
     """`with OpTracer(scope, device) as tracer: forward; tracer.forward_done(); backward`.
 
     `device` is where computation happens; host buffers of an offload engine are elsewhere, or, on a CPU, named by
     `ignored` (a function that returns the storages to leave out). `weights` yields the model's parameters, `layers`
     are those that a policy treats, in the order of their indices. `offload` tells what should have left the device.
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(
         self,

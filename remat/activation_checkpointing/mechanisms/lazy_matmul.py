@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.activation_checkpointing.mechanisms import operators
 
@@ -134,12 +133,8 @@ class _Again:
         self._owner.end()
 
 
-class _DeferMode(TorchDispatchMode):
+class _DeferMode(operators.Mode):
     """Defers the first product."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from remat.activation_checkpointing.mechanisms import operators
@@ -171,13 +170,7 @@ class SelectiveCheckpoint:
         self._hooks.callback(module.register_forward_hook(leave).remove)
 
 
-class _Mode(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
+class _Mode(operators.Mode):
     def __init__(self, results: SelectiveCheckpoint, store: SavedOutputs) -> None:
         super().__init__()
         self._results, self._store = results, store

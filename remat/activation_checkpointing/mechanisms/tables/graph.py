@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from remat.activation_checkpointing.mechanisms import operators
@@ -199,17 +198,11 @@ class Graph:
         self.edited = {to[value] for value in self.edited if value in to}
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(operators.Mode):
     """Records one call of `layer` with arguments `given` (path, tensor) in `graph`.
 
     `tapped` has the tensors that enter and leave modules, unless it `holds` none.
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(self, layer: nn.Module, given: list[tuple[Any, torch.Tensor]], *, holds: bool = True) -> None:
         super().__init__()
