@@ -121,7 +121,7 @@ class OpTracer(operators.Mode):
         left_out = {storage._cdata for storage in self._ignored()}
         left_out |= {weight.untyped_storage()._cdata for weight in self._weights()}
         if self._offload is not None:
-            self._offload.forward_is_over()
+            self._offload.transfers.forward_is_over()
             self._count_moved(self._offload)
         kept: dict[int, int] = defaultdict(int)
         pinned: dict[int, int] = defaultdict(int)

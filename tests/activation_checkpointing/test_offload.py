@@ -438,7 +438,7 @@ def test_a_plan_for_a_gpu_counts_what_is_on_its_way_to_the_host() -> None:
         del tensor
         alive.append([not storage.expired() for storage in storages])
     assert alive == [[True], [True, True], [False, True, True], [False, False, True, True]]
-    owner.forward_is_over()
+    owner.transfers.forward_is_over()
     assert all(storage.expired() for storage in storages)
     assert layers[3].unpack(handles[3]).shape == (1 << 20,)
     owner.transfers.finish()

@@ -102,15 +102,12 @@ class HostOffload:
             below.fetch()
 
     def backward_reaches(self, index: int) -> None:
-        """Copy back layer `index`, which is in backward now, and the next one below."""
+        """Copy back layer `index`, which is in backward now, and the next one below that moves something."""
         self.transfers.forward_is_over()
-        for layer in (self._layers[index], self.below(index)):
+        below = next((layer for layer in reversed(self._layers[:index]) if layer), None)
+        for layer in (self._layers[index], below):
             if layer:
                 layer.fetch()
-
-    def below(self, index: int) -> LayerOffload | None:
-        """Return the layer whose backward comes next."""
-        return next((layer for layer in reversed(self._layers[:index]) if layer), None)
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -126,10 +123,6 @@ class HostOffload:
             for layer in self._layers:
                 if layer:
                     layer.drop()
-
-    def forward_is_over(self) -> None:
-        """Free the device memory of all that was moved: nothing more is copied out before backward."""
-        self.transfers.forward_is_over()
 
     def moving(self) -> set[int]:
         """Return the layers whose kept tensors are moved."""
@@ -158,15 +151,12 @@ class Taken:
     def __init__(self) -> None:
         self.by_layer: dict[int, list[int]] = {}
         self.in_a_row = True
-        self._came_back = False
+        self.came_back = False
 
     def add(self, layer: int, sizes: Sequence[int]) -> None:
         last = next(reversed(self.by_layer), layer)
-        self.in_a_row = self.in_a_row and not self._came_back and last <= layer
+        self.in_a_row = self.in_a_row and not self.came_back and last <= layer
         self.by_layer.setdefault(layer, []).extend(sizes)
-
-    def give(self) -> None:
-        self._came_back = True
 
 
 class LayerOffload:
@@ -229,7 +219,7 @@ class LayerOffload:
                 "backward was modified by an in-place operation; backward would fail without offload as well"
             )
         self.backward_begins()
-        return handle.view(handle.moved.values())
+        return handle.moved.values().as_strided(handle.size, handle.stride, handle.offset)
 
     def edited(self, handle: Handle) -> bool:
         """Return whether the original was edited in place since it was packed."""
@@ -266,9 +256,6 @@ class Handle:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-
-    def view(self, values: torch.Tensor) -> torch.Tensor:
-        return values.as_strided(self.size, self.stride, self.offset)
 
 
 class _Moved:
@@ -328,7 +315,7 @@ class _Moved:
         while self._buffers:
             self._owner.pool.give(self._buffers.pop())
             if self._owner.taken is not None:
-                self._owner.taken.give()
+                self._owner.taken.came_back = True
 
     def _wait(self) -> None:
         if self._arrival is not None:
