@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -85,13 +86,9 @@ def _find_tilings(model: Any, decisions: list[LayerDecision], around: Around) ->
 
 def _look_for_tilings(model: Any, decisions: list[LayerDecision], around: Around) -> list[LayerDecision]:
     tried = copy.deepcopy(model).to(torch.bfloat16).train()  # some kernels take nothing but 16 bits
-
-    def forward() -> None:
-        tried(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)
-
     try:
         with torch.random.fork_rng(devices=[]), around(), torch.enable_grad():
-            return tiles.find_tilings(tried, decisions, forward)
+            return tiles.find_tilings(tried, decisions, partial(_forward, tried))
     except ConfigError:
         raise
     except Exception as error:
@@ -112,7 +109,6 @@ def _problem(
 
     `examine` tells what is wrong with the counts of a forward that went through.
     """
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
     was_training = model.training
     with ExitStack() as undo:
         undo.callback(model.train, was_training)
@@ -121,7 +117,7 @@ def _problem(
             applied = apply.apply(model.train(), policy.without_engine(decisions), cfg, device=META)
             undo.callback(applied.remove)
             with around(), applied.micro_batch():
-                model(input_ids=ids, use_cache=False)
+                _forward(model)
             return examine(applied.counts), True
         except ConfigError as error:
             return str(error), True
@@ -138,7 +134,11 @@ def _runs(model: Any, around: Around) -> bool:
     """Return whether the model runs without storage when no policy is applied."""
     try:
         with around():
-            model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)
+            _forward(model)
     except Exception:
         return False
     return True
+
+
+def _forward(model: Any) -> None:
+    model(input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device=META), use_cache=False)

@@ -9,7 +9,13 @@ from torch import nn
 
 from remat.activation_checkpointing import policy
 from remat.activation_checkpointing.mechanisms import offload
-from remat.activation_checkpointing.mechanisms.mechanism import KEEP, Mechanism, Setting, spans
+from remat.activation_checkpointing.mechanisms.mechanism import (
+    KEEP,
+    LayerDecision,
+    Mechanism,
+    Setting,
+    spans,
+)
 from remat.activation_checkpointing.mechanisms.recompute import NO_LAYERDROP, describe_layerdrop
 from remat.config.options import CheckpointingConfig, ConfigError
 
@@ -31,7 +37,7 @@ def problems(cfg: CheckpointingConfig, layers: Sequence[nn.Module], setting: Set
             if decision.mechanism == mechanism
         ]
         found += mechanism.refuse(cfg, treated, setting)
-    return found or _missing(cfg, decisions, layers)
+    return found or missing_parts(cfg, decisions, layers)
 
 
 def skipped_layers(layerdrop: str, *, world_size: int) -> list[str]:
@@ -44,25 +50,20 @@ def skipped_layers(layerdrop: str, *, world_size: int) -> list[str]:
     ]
 
 
-def missing_parts(layer: nn.Module, cfg: CheckpointingConfig, mechanism: Mechanism) -> list[str]:
-    """Tell which parts that `mechanism` needs `layer` lacks. No weight is read; each text names option and remedy."""
-    found = []
-    for need in mechanism.needs(cfg):
-        try:
-            need.find(layer, need.name, need.option)
-        except ConfigError as error:
-            found.append(str(error))
-    return found
-
-
-def _missing(
-    cfg: CheckpointingConfig, decisions: Sequence[policy.LayerDecision], layers: Sequence[nn.Module]
+def missing_parts(
+    cfg: CheckpointingConfig, decisions: Sequence[LayerDecision], layers: Sequence[nn.Module]
 ) -> list[str]:
-    """Check each layer for what its own policy needs: layers of one model may differ (dense and sparse ones)."""
+    """Check each layer for what its own policy needs: layers of one model may differ (dense and sparse ones).
+
+    No weight is read; each text names option and remedy.
+    """
     by_text: dict[str, list[int]] = {}
     for index, (decision, layer) in enumerate(zip(decisions, layers, strict=True)):
-        for text in missing_parts(layer, cfg, decision.mechanism):
-            by_text.setdefault(text, []).append(index)
+        for need in decision.mechanism.needs(cfg):
+            try:
+                need.find(layer, need.name, need.option)
+            except ConfigError as error:
+                by_text.setdefault(str(error), []).append(index)
     return [f"{text} (layers {spans(indices)})" for text, indices in by_text.items()]
 
 

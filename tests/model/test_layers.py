@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.activation_checkpointing import validation
-from remat.activation_checkpointing.policy import RULES
+from remat.activation_checkpointing.policy import decide_layers
 from remat.config.options import CheckpointingConfig, ConfigError, Policy, SelectiveOpsConfig
 from remat.model import layers
 from remat.model.layers import decoder_layers
@@ -168,7 +169,7 @@ def test_problems_are_those_of_the_policies_asked_for() -> None:
     )
 
     def missing(policy: Policy) -> list[str]:
-        return validation.missing_parts(layer, cfg, RULES[policy].mechanism)
+        return validation.missing_parts(cfg, decide_layers(replace(cfg, policy=policy), 1), [layer])
 
     assert missing(Policy.full) == missing(Policy.none) == []
     assert [text.split(":")[0] for text in missing(Policy.selective_modules)] == [
