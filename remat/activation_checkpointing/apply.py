@@ -18,19 +18,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from remat.activation_checkpointing.compiled import CompiledLayers
 from remat.activation_checkpointing.mechanisms import budget, tiles
-from remat.activation_checkpointing.mechanisms.arguments import (
-    Replayable,
-    find_tensors,
-    refuse_what_is_lost,
-)
+from remat.activation_checkpointing.mechanisms.arguments import Replayable, find_tensors, refuse_what_is_lost
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters, PolicyNotApplied, Scope, one_run
-from remat.activation_checkpointing.mechanisms.mechanism import (
-    KEEP,
-    LayerDecision,
-    LayerForward,
-    Setup,
-    Site,
-)
+from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, LayerForward, Setup, Site
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.activation_checkpointing.mechanisms.saved_tensors import SavedTensors
 from remat.activation_checkpointing.op_tracer import OpTracer

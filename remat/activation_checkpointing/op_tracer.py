@@ -57,11 +57,9 @@ class OpTracer(operators.Mode):
         self.shared_bytes: dict[int, int] = {}  # part of the kept bytes that other layers got as an argument
         self.region_bytes: dict[int, int] = {}  # made in parts of a layer that are recomputed
         self.region_kept_bytes: dict[int, int] = {}  # of these, kept although only the part's result should be
-        self.moved_hidden_bytes: dict[
-            int, int
-        ] = {}  # hidden states that were moved and did not leave the device
+        self.moved_hidden_bytes: dict[int, int] = {}  # hidden states that were moved and are still there
         self.moved_input_bytes: dict[int, int] = {}  # the same of what was made before the first layer
-        self.moved_kept_bytes: dict[int, int] = {}  # and anything else that was moved and did not
+        self.moved_kept_bytes: dict[int, int] = {}  # and anything else that was moved and is still there
         self.flops: dict[Phase, dict[int, int]] = {
             p: defaultdict(int) for p in ("forward", "recompute", "backward")
         }
@@ -74,9 +72,8 @@ class OpTracer(operators.Mode):
         self._scope, self._device = scope, device
         self._weights, self._ignored, self._offload = weights, ignored, offload
         self._backward = False
-        self._made: dict[
-            int, tuple[weakref.ref[torch.UntypedStorage], int, int]
-        ] = {}  # key: (storage, layer, bytes)
+        # key: (storage, layer, bytes)
+        self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._outside: dict[int, StorageWeakRef] = {}  # the reference keeps an address from being used again
         self._gathered: set[int] = set()
         self._in_region: set[int] = set()

@@ -9,13 +9,7 @@ from torch import nn
 
 from remat.activation_checkpointing import policy
 from remat.activation_checkpointing.mechanisms import offload
-from remat.activation_checkpointing.mechanisms.mechanism import (
-    KEEP,
-    LayerDecision,
-    Mechanism,
-    Setting,
-    spans,
-)
+from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, Mechanism, Setting, spans
 from remat.activation_checkpointing.mechanisms.recompute import NO_LAYERDROP, describe_layerdrop
 from remat.config.options import CheckpointingConfig, ConfigError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,9 +27,7 @@ class LayerCounters:
     recomputations: int = 0
     abandoned: int = 0  # calls in earlier micro-batches that backward never reached
     empty: int = 0  # calls of regions that saved nothing: backward may come and find nothing to recompute
-    repeated: int = (
-        0  # further recomputations of one call: a checkpoint of the model's own inside asks for more
-    )
+    repeated: int = 0  # further recomputations of one call, asked for by a checkpoint of the model's own inside
     kept_outputs: int = 0  # results that a selective policy stored
     reused_outputs: int = 0  # and handed back in the recomputation
     kept_linears: dict[str, int] = field(default_factory=dict)  # stored results of each named Linear that ran
@@ -47,9 +45,7 @@ class LayerCounters:
     table_moved_bytes: int = 0  # what its table says that was moved to host memory, in all forwards
 
     def clear(self) -> None:
-        fresh = LayerCounters()
-        for item in fields(self):
-            setattr(self, item.name, getattr(fresh, item.name))
+        vars(self).update(vars(LayerCounters()))
 
     def is_reached(self) -> None:
         self.reached += 1
@@ -66,15 +62,13 @@ class Scope:
         self.recomputing = False
         self.keeping = False  # no policy acts: a layer runs as it does without one
         self.whole = False  # while `keeping`: MLPs are not sliced either
-        self.note_later_run: Callable[[int], AbstractContextManager[None]] | None = (
-            None  # entered around a later run of a part of a layer, in the micro-batch that is recorded
-        )
+        # entered around a later run of a part of a layer, in the micro-batch that is recorded
+        self.note_later_run: Callable[[int], AbstractContextManager[None]] | None = None
         self.in_mlp = 0  # the number of this run of a layer's MLP, or of a slice of it; 0: in none
         self._mlp_runs = 0
         self.in_region = False  # in the first run of a part of the layer that will be recomputed
-        self.handed_out: Callable[[list[torch.Tensor]], None] | None = (
-            None  # called with the results that such a part may keep
-        )
+        # called with the results that such a part may keep
+        self.handed_out: Callable[[list[torch.Tensor]], None] | None = None
 
     @contextmanager
     def keep_everything(self) -> Iterator[None]:

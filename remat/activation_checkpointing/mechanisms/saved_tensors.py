@@ -51,7 +51,8 @@ class SavedTensors:
         # now, and not earlier: DeepSpeed partitions the weights after the policy is in place
         if self._weights is None:
             self._weights = list(self._layer.parameters())
-            views_of_weights = self._by_reference and any(_dims(weight) > 2 for weight in self._weights)
+            dims = [len(getattr(weight, "ds_shape", weight.shape)) for weight in self._weights]
+            views_of_weights = self._by_reference and max(dims, default=0) > 2
             self._needed = bool(views_of_weights or self._offload or self._discarded)
             if self._needed and self._by_reference:
                 self._follow_gathers()
@@ -80,7 +81,8 @@ class SavedTensors:
         # A user's hooks, or torch's, go on seeing what stays.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         # Below ZeRO-3 a weight is there anyway, and so is a buffer (a causal mask).
-        resident = set() if self._by_reference else {t.untyped_storage()._cdata for t in self._tensors()}
+        there = [] if self._by_reference else [*(self._weights or []), *self._layer.buffers()]
+        resident = {tensor.untyped_storage()._cdata for tensor in there}
         self._gathered = {}
         for module in self._layer.modules() if self._by_reference else ():
             self._note_gathered(module)
@@ -97,9 +99,6 @@ class SavedTensors:
                 yield
         finally:
             self._gathered = {}
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return [*(self._weights or []), *self._layer.buffers()]
 
     def _reference(self, tensor: torch.Tensor, inside: bool) -> Packed | None:
         if not self._by_reference or inside:
@@ -189,7 +188,3 @@ def _view_of(weights: Iterable[nn.Parameter], tensor: torch.Tensor) -> _WeightVi
         if tensor.dtype == weight.dtype and offset >= 0 and offset + length <= weight.numel():
             return _WeightView(weight, tensor.size(), tensor.stride(), offset)
     return None
-
-
-def _dims(weight: torch.Tensor) -> int:
-    return len(getattr(weight, "ds_shape", weight.shape))

@@ -246,7 +246,7 @@ class _CachingMode(_Mode):
             ):
                 entry.absorbed += 1
             else:
-                self._store.drop(key)
+                self._store.entries.pop(key)
 
     def _note_reads(self, operator: operators.Operator, args: Any, kwargs: Any, result: Any) -> None:
         """Note which kept results are read. A view of one does not count, nor does an absorbed addition or sum."""
@@ -337,10 +337,6 @@ class SavedOutputs:
         """Return the entry that holds `tensor`'s memory."""
         key = self._by_storage.get(operators.storage(tensor))
         return None if key is None or key not in self.entries else (key, self.entries[key])
-
-    def drop(self, key: Key) -> None:
-        self.entries.pop(key, None)
-        self._by_storage = {storage: other for storage, other in self._by_storage.items() if other != key}
 
     def clear(self) -> None:
         self.entries.clear()
