@@ -304,7 +304,8 @@ class Calls:
 
     def _given_to(self, index: int) -> Any:
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            hidden = _given_hidden_state(args, kwargs)
+            # transformers' layers take the hidden state first, or by this name
+            hidden = next(tensors_in(args[0] if args else kwargs.get("hidden_states")), None)
             for tensor in tensors_in((args, kwargs)):
                 where = self._hidden if tensor is hidden else self._beside
                 where[self._storage(tensor)].add(index)
@@ -340,9 +341,3 @@ def tensors_in(tree: Any, depth: int = DEEPEST) -> Iterator[torch.Tensor]:
             and not callable(leaf)
         ):
             yield from tensors_in(vars(leaf), depth - 1)
-
-
-def _given_hidden_state(args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the hidden state: transformers' layers take it first, or by this name."""
-    first = args[0] if args else kwargs.get("hidden_states")
-    return next(tensors_in(first), None)

@@ -175,15 +175,11 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
             module.config = copied
 
     def wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
-        def fn(*given: Any, **named: Any) -> Any:
-            return original(module, *given, **named)
-
-        return region(fn, args, kwargs)
+        return region(partial(original, module), args, kwargs)
 
     own = copy.copy(config)
-    own.__dict__["_attn_implementation_internal"] = (
-        name  # the property would also rename sub-configs, which are shared
-    )
+    # the property would also rename sub-configs, which are shared
+    own.__dict__["_attn_implementation_internal"] = name
     registry[name] = wrapped
     attention.config = own
 

@@ -68,11 +68,9 @@ class _SlicedMlp:
         """Run in place of the MLP, from [batch, seq, hidden] to the same shape."""
         if self._scope.whole:
             return forward(*args, **kwargs)
+        hidden: Tensor
         (hidden,) = args
         self._scope.in_mlp = 0
-        return self._in_slices(hidden)
-
-    def _in_slices(self, hidden: Tensor) -> Tensor:
         tokens = hidden.reshape(1, -1, hidden.shape[-1])
         length = -(-tokens.shape[1] // self._count)
         if self._scope.keeping or not torch.is_grad_enabled():
@@ -130,15 +128,12 @@ class _Kept:
     def take(self, number: int) -> Tensor:
         """Return the tokens of a slice; taking the last slice frees all tokens."""
         assert self._tokens is not None, "backward comes to the result before it comes to the slices"
-        part = self._tokens.detach().narrow(1, *self._span(number, self._tokens.shape[1]))
+        start = number * self._length
+        part = self._tokens.detach().narrow(1, start, min(self._length, self._tokens.shape[1] - start))
         self._left -= 1
         if not self._left:
             self._tokens = None
         return part
-
-    def _span(self, number: int, tokens: int) -> tuple[int, int]:
-        start = number * self._length
-        return start, min(self._length, tokens - start)
 
 
 class _Save(torch.autograd.Function):

@@ -254,7 +254,8 @@ class Recorder(operators.Mode):
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         before = [self._ref(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        given = {operators.storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        given = {operators.storage(tensor) for tensor in tensors}
         result = func(*args, **kwargs)
         described = operators.describe(func)
         written = {operators.storage(tensor) for tensor in operators.written(described, args, kwargs)}
@@ -268,13 +269,13 @@ class Recorder(operators.Mode):
             else:
                 graph.values[self._now[operators.storage(leaf)]].overwritten = True
                 writes[place] = self._new(leaf, "op", number).id
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        made = [
+            (place, leaf) for place, leaf in enumerate(tree_leaves(result)) if isinstance(leaf, torch.Tensor)
+        ]
         outs = [
             (place, self._new(leaf, "op", number).id)
-            for place, leaf in enumerate(tree_leaves(result))
-            if isinstance(leaf, torch.Tensor)
-            and (key := operators.storage(leaf)) not in given
-            and key not in self._now
+            for place, leaf in made
+            if (key := operators.storage(leaf)) not in given and key not in self._now
         ]
         if outs or writes:
             formula = flop_formula(func)
@@ -282,7 +283,7 @@ class Recorder(operators.Mode):
                 func, before, spec, tuple(dict.fromkeys(leaf.value for leaf in before if isinstance(leaf, Ref))),
                 outs, writes, self._path[-1] if self._path else "", "",
                 int(formula(*args, **kwargs, out_val=result)) if formula else 0,
-                sum(t.nbytes for t in (*(x for x in leaves if isinstance(x, torch.Tensor)), *made)),
+                sum(tensor.nbytes for tensor in [*tensors, *(leaf for _, leaf in made)]),
             )  # fmt: skip
             op.fixed = self._why_fixed(op, described, leaves, args, kwargs)
             graph.ops.append(op)

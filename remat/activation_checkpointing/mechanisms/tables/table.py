@@ -151,9 +151,11 @@ def choose_moved(graph: Graph, table: Table, kept: frozenset[int]) -> frozenset[
 
 def compile_table(graph: Graph, kept: frozenset[int], moved: frozenset[int] = frozenset()) -> Program:
     program = Program(graph, kept, moved)
+    read: set[int] = set()  # weights
     for number in _operations(graph, kept):
         op = graph.ops[number]
         weights = [graph.values[value].where for value in op.ins if graph.values[value].kind == "weight"]
+        read.update(weights)
         owners = dict.fromkeys(owner for weight in weights if (owner := graph.owner(weight)) is not None)
         inputs = tuple(value for value in op.ins if graph.values[value].kind != "weight")
         step = Step(op, tuple(owners), inputs)
@@ -179,12 +181,10 @@ def compile_table(graph: Graph, kept: frozenset[int], moved: frozenset[int] = fr
                 value.op >= 0 and graph.ops[value.op].fixed == "its size depends on data",
             )
         )  # fmt: skip
-    read: set[int] = set()
     for step in dict.fromkeys(program.steps.values()):
         for place, leaf in enumerate(step.op.args):
             if isinstance(leaf, Ref) and place not in step.op.writes:
                 program.slot(leaf)
-        read.update(graph.values[value].where for value in step.op.ins if graph.values[value].kind == "weight")
     program.constants = sorted(where for where in read if graph.owner(where) is None)
     for number in program.uses:
         program.seen.setdefault(number, [number])
