@@ -47,7 +47,8 @@ def choose(
     Segments under ZeRO-3 are reentrant unless the options say otherwise or the reentrant variant cannot handle this
     model. Raises ConfigError when the model cannot run as asked.
     """
-    decisions = policy.decide_layers(cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks)
+    decide = partial(policy.decide_layers, cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks)
+    decisions = decide()
     if any(decision.tiling is not None for decision in decisions):
         decisions = _find_tilings(model, decisions, around)
     if not has_gpu and selective_ops.lists_attention(cfg, decisions):
@@ -58,9 +59,7 @@ def choose(
         return decisions, ""
     problem, tried = _problem(model, decisions, cfg, around)
     if problem and cfg.reentrant is None and any(d.reentrant and d.first != d.last for d in decisions):
-        others = policy.decide_layers(
-            cfg, sum(stacks), zero_stage=zero_stage, stacks=stacks, reentrant_segments=False
-        )
+        others = decide(reentrant_segments=False)
         still, tried = _problem(model, others, cfg, around)
         if not (still and tried):
             return others, f"segments are not reentrant for this model: {problem}"

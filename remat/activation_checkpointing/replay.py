@@ -909,19 +909,17 @@ def _pass_gradients_as_zero3(module: nn.Module) -> None:
     module.register_forward_hook(lambda _, args, output: apply_to_tensors_only(_Same.apply, output))
 
 
-@contextmanager
-def _gathered(weights: list[nn.Parameter]) -> Iterator[None]:
+def _gathered(weights: list[nn.Parameter]) -> AbstractContextManager[Any]:
     """All-gather ZeRO-3's shards of `weights`, which is a collective: all ranks must call it alike."""
     sharded = [
         weight for weight in weights if hasattr(weight, "ds_status") and weight.ds_status.name != "AVAILABLE"
     ]
     if not sharded:
-        yield
-        return
+        return nullcontext()
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(sharded):
-        yield
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(sharded)
+    return gathered
 
 
 def _is_torchs(generator: torch.Generator) -> bool:

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,32 +143,23 @@ class SelectiveCheckpoint:
 
     def _follow_linears(self, layer: nn.Module) -> None:
         for path, module in layer.named_modules():
-            if path in self._kept_linears or (self._follow_all and layers.is_linear(module)):
-                self._follow(path, module)
-            if layers.is_linear(module):
-                self._hooks.callback(module.register_forward_pre_hook(self._enter_linear).remove)
+            if path in self._kept_linears or layers.is_linear(module):
+                before = module.register_forward_pre_hook(partial(self._enter_linear, path))
+                self._hooks.callback(before.remove)
                 self._hooks.callback(module.register_forward_hook(self._leave_linear).remove)
 
-    def _enter_linear(self, *_: Any) -> None:
+    def _enter_linear(self, path: str, *_: Any) -> None:
         self.in_linear = True
-
-    def _leave_linear(self, *_: Any) -> None:
-        self.in_linear = False
-        if self.postponed is not None:
-            self.postponed.compute()
-
-    def _follow(self, path: str, module: nn.Module) -> None:
-        def enter(*_: Any) -> None:
+        if path in self._kept_linears:
+            self.counts.kept_linears.setdefault(path, 0)
+        if self._follow_all or path in self._kept_linears:
             self.running = path
             self.call += 1
-            if path in self._kept_linears:
-                self.counts.kept_linears.setdefault(path, 0)
 
-        def leave(*_: Any) -> None:
-            self.running = ""
-
-        self._hooks.callback(module.register_forward_pre_hook(enter).remove)
-        self._hooks.callback(module.register_forward_hook(leave).remove)
+    def _leave_linear(self, *_: Any) -> None:
+        self.running, self.in_linear = "", False
+        if self.postponed is not None:
+            self.postponed.compute()
 
 
 class _Mode(operators.Mode):

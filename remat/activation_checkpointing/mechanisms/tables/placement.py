@@ -82,8 +82,10 @@ class _Program:
         self._bytes = numpy.zeros(len(keys) + 1)
         self._cost = numpy.zeros(len(keys) + 1)
         for (kind, number), place in self._column.items():
-            self._bytes[place] = graph.values[number].nbytes if kind == "device" else 0
-            self._cost[place] = {"device": 0, "host": 1, "op": costs[number] + 1 if kind == "op" else 0}[kind]
+            if kind == "device":
+                self._bytes[place] = graph.values[number].nbytes
+            else:
+                self._cost[place] = 1 if kind == "host" else costs[number] + 1
         # bytes in one unit: the solver needs numbers of similar size
         self._unit = max(1.0, sum(link.host_bytes.values()) / UNITS)
         self._cost[self._beyond] = link.cost_per_byte * self._unit
