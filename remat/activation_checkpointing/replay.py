@@ -75,7 +75,7 @@ class Replayed:
     seconds: float = 0.0
 
     def line(self) -> str:
-        """Return `layers 0, 5 (one of each of 2 kinds) run again with everything kept: equal bit for bit, 0.41 s`."""
+        """Return `layers 0, 5 (one of each kind) run again with everything kept: equal bit for bit, 0.41 s`."""
         if not self.compared:
             return "no layer is treated, so none was run again"
         where = ", ".join(one["layers"] for one in self.compared)

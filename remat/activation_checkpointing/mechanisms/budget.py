@@ -34,7 +34,7 @@ from remat.activation_checkpointing.mechanisms.mechanism import (
     spans,
 )
 from remat.activation_checkpointing.mechanisms.offload import row_of, stored_bytes
-from remat.activation_checkpointing.mechanisms.saved_tensors import unedited
+from remat.activation_checkpointing.mechanisms.saved_tensors import expect_unedited
 from remat.activation_checkpointing.mechanisms.selective_modules import wrap_forward
 from remat.activation_checkpointing.mechanisms.tables.code import write_makers
 from remat.activation_checkpointing.mechanisms.tables.graph import (
@@ -588,7 +588,7 @@ def _unpack(handle: Any) -> torch.Tensor:
         return tensor
     if type(handle) is WeightView:
         return handle.get()
-    return unedited(handle)
+    return expect_unedited(handle)
 
 
 def _is_made_by(entry: Entry, node: Any) -> bool:

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from remat.activation_checkpointing.mechanisms.arguments import Replayable, find_tensors, like
+from remat.activation_checkpointing.mechanisms.arguments import Replayable, find_tensors, make_like
 from remat.activation_checkpointing.mechanisms.lazy_matmul import SkipLastMatmul
 from remat.activation_checkpointing.mechanisms.mechanism import LayerForward, Mechanism, Setting, Site, Treated
 from remat.config.options import CheckpointingConfig, ConfigError, Policy
@@ -271,7 +271,7 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to the parts of a tuple; return anything else as it is."""
     if not isinstance(value, tuple) or isinstance(value, torch.Size):
         return value
-    return like(value, [change(part) for part in value])
+    return make_like(value, [change(part) for part in value])
 
 
 def _fresh(value: Any) -> Any:

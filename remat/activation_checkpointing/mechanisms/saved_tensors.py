@@ -160,10 +160,10 @@ def _pass(tensor: torch.Tensor, outer: Any) -> Packed:
     if outer is not None:
         pack, unpack = outer
         return unpack, pack(tensor)
-    return unedited, (tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+    return expect_unedited, (tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
 
-def unedited(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
+def expect_unedited(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
     """Return the tensor. Raises RuntimeError if it was edited in place, which autograd does not check under hooks."""
     tensor, version = kept
     if tensor._version != version:
