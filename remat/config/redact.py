@@ -153,34 +153,30 @@ def _redact_value(name: str, value: Any, env: Mapping[str, str]) -> Any:
 
 
 def _words(name: str) -> list[str]:
+    """Return the words of a name after two empty ones, so that each name has a last word and one before it."""
     words = [word.lower() for word in WORDS.findall(name)]
     while len(words) > 1 and (words[-1].isdigit() or words[-1] in PLACES):
         words.pop()
-    return words
+    return ["", "", *words]
 
 
 def _is_strong(name: str) -> bool:
     words = _words(name)
-    if not words:
-        return False
-    of = words[-2] if len(words) > 1 else ""
+    of, last = words[-2:]
     return (
-        words[-1] in STRONG
-        or (of, words[-1]) in STRONG_PAIRS
-        or (words[-1] in ("key", "keys") and of in KEYS_OF)
-        or (words[-1] in ("token", "tokens") and of in TOKENS_OF)
+        last in STRONG
+        or (of, last) in STRONG_PAIRS
+        or (last in ("key", "keys") and of in KEYS_OF)
+        or (last in ("token", "tokens") and of in TOKENS_OF)
         or ENDINGS.search("_".join(words)) is not None
     )
 
 
 def _is_weak(name: str) -> bool:
-    words = _words(name)
-    if not words:
-        return False
-    of = words[-2] if len(words) > 1 else ""
-    if words[-1].endswith("token"):
+    of, last = _words(name)[-2:]
+    if last.endswith("token"):
         return of not in NO_TOKEN
-    return words[-1] in WEAK or (words[-1] == "pass" and of not in NO_PASS)
+    return last in WEAK or (last == "pass" and of not in NO_PASS)
 
 
 def _is_flag(word: Any) -> bool:
@@ -266,6 +262,6 @@ def _yaml(text: str) -> str:
 
 def _in_query(found: re.Match[str]) -> str:
     name = found[2]
-    if is_secret(name, found[3]) or (_words(name) or [""])[-1] in IN_QUERY or name.lower() in IN_QUERY:
+    if is_secret(name, found[3]) or _words(name)[-1] in IN_QUERY or name.lower() in IN_QUERY:
         return f"{found[1]}{HIDDEN}"
     return found[0]
