@@ -8,13 +8,14 @@ only.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import io
 import tokenize
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from remat.config import options
 
@@ -26,6 +27,7 @@ UNITS = {  # by the ending of an option's name
     "_s": "s",
     "_minutes": "minutes",
 }
+KINDS = {str: "text", bool: "true or false", int: "integer", float: "number", list: "list", dict: "mapping"}
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,7 @@ class Section:
 
 def sections() -> list[Section]:
     """Return all options, in the order of options.py, those of the run itself first."""
-    comments = _comments()
-    return list(_sections(options.RunConfig, "", comments))
+    return list(_sections(options.RunConfig, ""))
 
 
 def matching(words: list[str]) -> list[Option]:
@@ -75,7 +76,7 @@ def describe(words: list[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _sections(schema: Any, name: str, comments: dict[tuple[str, str], str]) -> Iterator[Section]:
+def _sections(schema: Any, name: str) -> Iterator[Section]:
     kinds = get_type_hints(schema)
     own, inner = list[Option](), list[tuple[Any, str]]()
     for each in fields(schema):
@@ -83,10 +84,11 @@ def _sections(schema: Any, name: str, comments: dict[tuple[str, str], str]) -> I
         if is_dataclass(kinds[each.name]):
             inner.append((kinds[each.name], dotted))
         else:
-            own.append(_option(dotted, kinds[each.name], each, comments.get((schema.__name__, each.name), "")))
+            comment = _comments().get((schema.__name__, each.name), "")
+            own.append(_option(dotted, kinds[each.name], each, comment))
     yield Section(name, " ".join((schema.__doc__ or "").split()), own)
     for kind, dotted in inner:
-        yield from _sections(kind, dotted, comments)
+        yield from _sections(kind, dotted)
 
 
 def _option(name: str, kind: Any, each: Any, comment: str) -> Option:
@@ -101,16 +103,12 @@ def _option(name: str, kind: Any, each: Any, comment: str) -> Option:
 
 
 def _type(kind: Any) -> str:
-    parts = [part for part in get_args(kind) if part is not type(None)]
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return "choice"
-    if str(kind).startswith(("list", "dict")):
-        return {"list": "list", "dict": "mapping"}[str(kind).partition("[")[0]]
-    if parts:  # `X | None`
-        return _type(parts[0])
-    return {"str": "text", "bool": "true or false", "int": "integer", "float": "number"}.get(
-        getattr(kind, "__name__", ""), "text or list"
-    )
+    if known := KINDS.get(get_origin(kind) or kind):
+        return known
+    parts = [part for part in get_args(kind) if part is not type(None)]  # of `X | None`
+    return _type(parts[0]) if parts else "text or list"
 
 
 def _value(value: Any) -> str:
@@ -126,38 +124,32 @@ def _value(value: Any) -> str:
 def _choices(kind: Any) -> dict[str, str]:
     for each in (kind, *get_args(kind)):
         if isinstance(each, type) and issubclass(each, StrEnum):
-            known = _comments()
-            return {str(one.value): known.get((each.__name__, one.name), "") for one in each}
+            return {str(one.value): _comments().get((each.__name__, one.name), "") for one in each}
     return {}
 
 
-_FOUND: dict[tuple[str, str], str] = {}
-
-
+@functools.cache
 def _comments() -> dict[tuple[str, str], str]:
-    """Return the comment of every field of options.py by class and name, read once."""
-    if not _FOUND:
-        source = inspect.getsource(options)
-        on_line = {
-            token.start[0]: (token.string.lstrip("# "), token.line.lstrip().startswith("#"))
-            for token in tokenize.generate_tokens(io.StringIO(source).readline)
-            if token.type == tokenize.COMMENT
-        }
-        classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-        for made in classes:
-            for entry in made.body:
-                target = (
-                    entry.target if isinstance(entry, ast.AnnAssign) else getattr(entry, "targets", [None])[0]
-                )
-                if isinstance(target, ast.Name):
-                    _FOUND[made.name, target.id] = _beside(entry, on_line)
-    return _FOUND
+    """Return the comment of every field of options.py by class and name."""
+    source, found = inspect.getsource(options), dict[tuple[str, str], str]()
+    on_line = {
+        token.start[0]: (token.string.lstrip("# "), token.line.lstrip().startswith("#"))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    for made in classes:
+        for entry in made.body:
+            target = entry.target if isinstance(entry, ast.AnnAssign) else getattr(entry, "targets", [None])[0]
+            if isinstance(target, ast.Name):
+                found[made.name, target.id] = _beside(entry, on_line)
+    return found
 
 
 def _beside(entry: ast.stmt, on_line: dict[int, tuple[str, bool]]) -> str:
     """Return the comments on the lines of `entry`; where there is none, those of the lines directly above it."""
     last = entry.end_lineno or entry.lineno
-    own = [on_line[line][0] for line in range(entry.lineno, last + 2) if line in on_line and line <= last]
+    own = [on_line[line][0] for line in range(entry.lineno, last + 1) if line in on_line]
     if own:
         return " ".join(own)
     above, line = list[str](), entry.lineno - 1
