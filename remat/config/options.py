@@ -58,6 +58,9 @@ class DataSource(StrEnum):
     synthetic = "synthetic"  # random tokens, for timing
 
 
+WITHOUT_PATH = (DataSource.python_stdlib, DataSource.synthetic)  # sources that read no data.path
+
+
 class FileType(StrEnum):
     auto = "auto"  # by its first bytes, and by its name where they do not tell
     text = "text"
@@ -203,9 +206,8 @@ class Compilation(StrEnum):
 
 class OnOutOfMemory(StrEnum):
     stop = "stop"
-    retreat = (
-        "retreat"  # remat launch starts the run again from its newest saved state, with what needs less memory
-    )
+    # remat launch starts the run again from its newest saved state, with what needs less memory
+    retreat = "retreat"
 
 
 class ConfigError(ValueError):
@@ -235,9 +237,8 @@ class ModelConfig:
     architecture: dict[str, Any] = field(default_factory=dict)
     tokenizer: str | None = None  # "bytes", a folder or a hub name; null: the one at `path`
     attention: Attention = Attention.sdpa  # how attention is computed
-    rope_scaling: RopeScaling | None = (
-        None  # how rotary positions are stretched to longer sequences; null: as they are
-    )
+    # how rotary positions are stretched to longer sequences; null: as they are
+    rope_scaling: RopeScaling | None = None
     rope_factor: float = 1.0  # how many times the model's own length they reach
     trust_remote_code: bool = False  # run the Python code that comes with the model
     allow_pickle: bool = False  # load .bin weights too, which can run code; false: safetensors only
@@ -330,8 +331,7 @@ class DataConfig:
 
     def _of(self, given: MixedSource) -> DataConfig:
         own = {item.name: getattr(given, item.name) for item in fields(given) if item.name != "weight"}
-        needs_no_path = self.source in (DataSource.python_stdlib, DataSource.synthetic)
-        if own["source"] is None and given.path is not None and needs_no_path:
+        if own["source"] is None and given.path is not None and self.source in WITHOUT_PATH:
             own["source"] = DataSource.files
         return replace(self, mix={}, **{name: value for name, value in own.items() if value is not None})
 

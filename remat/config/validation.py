@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 from remat.config import data_fields, paths
 from remat.config.options import (
     NOT_FOLDERS,
+    WITHOUT_PATH,
     Attention,
     CheckpointingConfig,
     Compilation,
@@ -43,7 +44,6 @@ from remat.config.options import (
 LARGEST_BETA2_IN_BF16 = 1 - 2**-8
 LARGEST_LR = 1.0  # AdamW and Lion move every weight by about lr a step, whatever the gradient
 LINK_S_LEAST = 4  # the kernel sends three probes, at least a second apart
-WITHOUT_PATH = (DataSource.python_stdlib, DataSource.synthetic)
 
 
 def check(cfg: RunConfig) -> None:
@@ -338,10 +338,11 @@ def _source_problems(data: DataConfig) -> list[str]:
 def _paths(data: DataConfig) -> list[str]:
     found = []
     for option, value in (("data.path", data.path), ("data.eval_path", data.eval_path)):
-        entries = value if isinstance(value, list) else [value]
-        if not all(entry is None or isinstance(entry, (str, int, float)) for entry in entries) or (
-            isinstance(value, list) and not all(isinstance(entry, str) and entry for entry in value)
-        ):
+        if isinstance(value, list):
+            fits = all(isinstance(entry, str) and entry for entry in value)
+        else:
+            fits = value is None or isinstance(value, (str, int, float))
+        if not fits:
             found.append(
                 f"{option}={value} is neither a path nor a list of paths: write {option}=a.jsonl or "
                 f"{option}=[a.jsonl,b.json]"
