@@ -62,16 +62,16 @@ def values_of(
     largest_param: int | None = None,
 ) -> RunValues:
     """Return the values that a run of `world_size` ranks owns; ranks that share layers or sequences count as one."""
-    shared_by, sequences = cfg.train.tensor_parallel_size, world_size
-    if sequences is not None:
-        sequences = count_data_ranks(
-            cfg.train.pipeline_parallel_size, sequences, option="train.pipeline_parallel_size"
-        )
-        sequences = count_data_ranks(
-            cfg.train.sequence_parallel_size, sequences, option="train.sequence_parallel_size"
-        )
+    sizes = {
+        "train.pipeline_parallel_size": cfg.train.pipeline_parallel_size,
+        "train.sequence_parallel_size": cfg.train.sequence_parallel_size,
+        "train.tensor_parallel_size": cfg.train.tensor_parallel_size,
+    }
+    if world_size is not None:
+        for option, size in sizes.items():
+            world_size = count_data_ranks(size, world_size, option=option)
     return RunValues(
-        world_size=None if world_size is None else sequences and count_data_ranks(shared_by, sequences),
+        world_size=world_size,
         micro_batch_size=cfg.train.micro_batch_size,
         global_batch_size=cfg.train.global_batch_size,
         gradient_clipping=cfg.optim.gradient_clipping,
@@ -82,7 +82,7 @@ def values_of(
         largest_param=largest_param,
         optimizer=cfg.optim.name,
         states=cfg.optim.states,
-        ranks_per_group=shared_by * cfg.train.pipeline_parallel_size * cfg.train.sequence_parallel_size,
+        ranks_per_group=math.prod(sizes.values()),
     )
 
 
@@ -147,16 +147,16 @@ def load(name_or_path: str, folder: Path) -> dict[str, Any]:
 
     Raises ConfigError: unknown name (with the choices), unreadable file, invalid JSON (file and line), double keys.
     """
+    choices = sorted(path.stem for path in folder.glob("*.json"))
     if name_or_path.endswith(".json"):
         path = Path(name_or_path).expanduser()
         if not path.is_file():
             raise ConfigError(
                 f"deepspeed.config={name_or_path}: no such file; give a path to a JSON file, or one of "
-                f"{', '.join(sorted(p.stem for p in folder.glob('*.json')))}"
+                f"{', '.join(choices)}"
             )
     else:
         path = folder / f"{name_or_path}.json"
-        choices = sorted(p.stem for p in folder.glob("*.json"))
         if name_or_path not in choices:
             raise ConfigError(
                 f"deepspeed.config={name_or_path}: no such configuration{close(name_or_path, choices)}; "
@@ -267,9 +267,7 @@ def _render(
     found = [
         *unknown,
         *unknown_inside(merged, zero["stage"]),
-        *offload(
-            zero, nvme_path=values.nvme_path, largest_param=values.largest_param, world_size=values.world_size
-        ),
+        *offload(zero, values),
     ]
     ds = merge(defaults, merged)
     for section in OFFLOADS:  # one that moves nothing is the same as none
@@ -278,20 +276,14 @@ def _render(
     found += _fill(ds, values)
     found += types(ds, defaults)
     found += fixed(ds, defaults)
-    found += combinations(ds, ds_defaults.DTYPE[values.precision])
+    found += combinations(ds, values.precision.value)
     found += secrets(ds)
     found += leftover_auto(ds)
     return {key: ds[key] for key in sorted(ds, key=_reading_order)}, found
 
 
 def _reading_order(key: str) -> int:
-    first = (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-    )
-    order = (*first, "bf16", "fp16", ZERO, "aio")
+    order = (*ds_defaults.OWNED, "bf16", "fp16", ZERO, "aio")
     return order.index(key) if key in order else len(order)
 
 
@@ -319,7 +311,7 @@ def _accumulation_problem(values: RunValues) -> list[str]:
 
 def _fill(ds: dict[str, Any], values: RunValues) -> list[str]:
     """Write the values that run, machine and model decide; return a problem for each literal that differs."""
-    dtype = ds_defaults.DTYPE[values.precision]
+    dtype = values.precision.value  # DeepSpeed names the types so too
     ds.setdefault("steps_per_print", None)  # the run prints its own rows
     ds.setdefault("communication_data_type", dtype)
     ds.setdefault("data_types", {}).setdefault("grad_accum_dtype", dtype)
@@ -331,7 +323,7 @@ def _fill(ds: dict[str, Any], values: RunValues) -> list[str]:
         if inside["device"] == "nvme":
             inside["nvme_path"] = values.nvme_path  # the file holds a placeholder
         if inside.get("buffer_size") == "auto":
-            inside["buffer_size"] = _largest_shard(values.largest_param, values.world_size) or DEEPSPEEDS_BUFFER
+            inside["buffer_size"] = _largest_shard(values) or DEEPSPEEDS_BUFFER
     square = values.hidden_size**2
     sizes = {  # as Hugging Face derives them from the model's width
         "reduce_bucket_size": square,
@@ -420,10 +412,8 @@ def unknown_at_top(merged: Mapping[str, Any]) -> list[str]:
 
 def unknown_inside(merged: Mapping[str, Any], at_stage: int) -> list[str]:
     """Find unknown keys of `zero_optimization` and of the nested sections, and keys without effect at this stage."""
-    allowed, known = (
-        ds_defaults.zero_allowed(at_stage),
-        ds_defaults.zero_allowed(0) | ds_defaults.zero_allowed(3),
-    )
+    allowed = ds_defaults.zero_allowed(at_stage)
+    known = ds_defaults.zero_allowed(0) | ds_defaults.zero_allowed(3)
     found, idle = [], []
     for key, value in merged[ZERO].items():
         if key in ds_defaults.ZERO_REFUSED:
@@ -460,9 +450,7 @@ def sections(merged: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str
     return found
 
 
-def offload(
-    zero: Mapping[str, Any], *, nvme_path: str | None, largest_param: int | None, world_size: int | None
-) -> list[str]:
+def offload(zero: Mapping[str, Any], values: RunValues) -> list[str]:
     found = []
     lowest = {"offload_optimizer": 1, "offload_param": 3}
     for section in OFFLOADS:
@@ -481,9 +469,9 @@ def offload(
                 "raise the stage or delete the section"
             )
         elif device == "nvme":
-            found += _nvme(path, inside, nvme_path)
+            found += _nvme(path, inside, values.nvme_path)
             if section == "offload_param":
-                found += _param_buffer(path, inside, largest_param, world_size)
+                found += _param_buffer(path, inside, values)
     ratio = get(zero, "offload_optimizer.ratio")
     if zero["stage"] < 3 and ratio not in (None, 1, 1.0):
         found.append(f"{ZERO}.offload_optimizer.ratio={ratio} needs ZeRO stage 3: write 1.0 or raise the stage")
@@ -506,24 +494,22 @@ def _nvme(path: str, inside: Mapping[str, Any], nvme_path: str | None) -> list[s
     return found
 
 
-def _param_buffer(
-    path: str, inside: Mapping[str, Any], largest_param: int | None, world_size: int | None
-) -> list[str]:
+def _param_buffer(path: str, inside: Mapping[str, Any], values: RunValues) -> list[str]:
     """Check that a parameter's shard fits a swap buffer (partitioned_param_swapper.py:304 asserts it while loading)."""
-    size, shard = inside.get("buffer_size"), _largest_shard(largest_param, world_size)
+    size, shard = inside.get("buffer_size"), _largest_shard(values)
     if not isinstance(size, (int, float)) or shard is None or shard <= size:
         return []
     return [
         f"{path}.buffer_size={size:.0f} is smaller than the largest parameter's shard, {shard} elements on each of "
-        f"{world_size} ranks: set deepspeed.overrides.{path}.buffer_size={shard}"
+        f"{values.world_size} ranks: set deepspeed.overrides.{path}.buffer_size={shard}"
     ]
 
 
-def _largest_shard(largest_param: int | None, world_size: int | None) -> int | None:
+def _largest_shard(values: RunValues) -> int | None:
     """Return the elements that a rank holds of the largest parameter; None where model or ranks are not known."""
-    if largest_param is None or world_size is None:
+    if values.largest_param is None or values.world_size is None:
         return None
-    return math.ceil(largest_param / world_size)
+    return math.ceil(values.largest_param / values.world_size)
 
 
 def contradiction(path: str, given: Any, value: Any, values: RunValues) -> list[str]:

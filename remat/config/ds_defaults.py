@@ -10,8 +10,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from remat.config.options import Precision
-
 ZERO = "zero_optimization"
 SECOND_SHARDS = "zero_hpz_partition_size"  # ranks that share a second copy of the weights
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -238,7 +236,6 @@ SECTIONS: dict[str, set[str]] = {  # nested sections whose keys are checked
 }
 
 BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}  # per element, by DeepSpeed's name of the type
-DTYPE: dict[Precision, str] = {Precision.fp32: "fp32", Precision.bf16: "bf16", Precision.fp16: "fp16"}
 
 
 def top_level() -> set[str]:
