@@ -133,7 +133,8 @@ def compose_run(
 
 def check_deepspeed(run: RunConfig, ranks: int | None) -> None:
     """Raise ConfigError for problems in DeepSpeed's config that any model would have. `ranks` None: not known yet."""
-    ds_config.check(run, DS_CONFIG_DIR, ranks)
+    values = ds_config.values_of(run, world_size=ranks, hidden_size=1)
+    ds_config.render(ds_config.load(run.deepspeed.config, DS_CONFIG_DIR), run.deepspeed.overrides, values)
 
 
 def check_plan(run: RunConfig) -> None:

@@ -136,12 +136,6 @@ def count_data_ranks(shared_by: int, world_size: int, *, option: str = "train.te
     return world_size // shared_by
 
 
-def check(cfg: RunConfig, folder: Path, world_size: int | None) -> None:
-    """Raise one ConfigError with every problem that needs no model to be seen. `world_size` None: not known yet."""
-    values = values_of(cfg, world_size=world_size, hidden_size=1)
-    render(load(cfg.deepspeed.config, folder), cfg.deepspeed.overrides, values)
-
-
 def load(name_or_path: str, folder: Path) -> dict[str, Any]:
     """Read the JSON named by `deepspeed.config`: a stem in `folder`, or a path that ends in .json.
 
@@ -181,15 +175,28 @@ def render(raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunValu
 
     Raises one ConfigError with every problem, one per line.
     """
-    rendered, found = _render(raw, overrides, values)
+    merged = merge(raw, overrides)
+    unknown = unknown_at_top(merged)
+    if found := stage(merged):
+        raise ConfigError("\n".join([*unknown, *found, *_accumulation_problem(values)]))
+    zero = merged[ZERO]
+    defaults = ds_defaults.defaults(zero["stage"], {name: zero.get(name) for name in OFFLOADS})
+    if found := sections(merged, defaults):
+        raise ConfigError("\n".join([*unknown, *found, *_accumulation_problem(values)]))
+    found = [*unknown, *unknown_inside(merged, zero["stage"]), *offload(zero, values)]
+    ds = merge(defaults, merged)
+    for section in OFFLOADS:  # one that moves nothing is the same as none
+        if get(ds, f"{ZERO}.{section}.device") == "none":
+            del ds[ZERO][section], defaults[ZERO][section]
+    found += _fill(ds, values)
+    found += types(ds, defaults)
+    found += fixed(ds, defaults)
+    found += combinations(ds, values.precision.value)
+    found += secrets(ds)
+    found += leftover_auto(ds)
     if found:
         raise ConfigError("\n".join(found))
-    return rendered
-
-
-def problems(raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunValues) -> list[str]:
-    """Return why `render` would refuse; each entry names key, value and remedy."""
-    return _render(raw, overrides, values)[1]
+    return {key: ds[key] for key in sorted(ds, key=_reading_order)}
 
 
 def _readers(values: RunValues) -> str:
@@ -249,37 +256,6 @@ def optimizer_states(ds: Mapping[str, Any]) -> OptimStates:
 def _offload_device(ds: Mapping[str, Any], section: str) -> str | None:
     device = (ds.get(ZERO, {}).get(section) or {}).get("device", "none")
     return None if device == "none" else str(device)
-
-
-def _render(
-    raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunValues
-) -> tuple[dict[str, Any], list[str]]:
-    merged = merge(raw, overrides)
-    unknown = unknown_at_top(merged)
-    found = stage(merged)
-    if found:
-        return {}, [*unknown, *found, *_accumulation_problem(values)]
-    zero = merged[ZERO]
-    defaults = ds_defaults.defaults(zero["stage"], {name: zero.get(name) for name in OFFLOADS})
-    found = sections(merged, defaults)
-    if found:
-        return {}, [*unknown, *found, *_accumulation_problem(values)]
-    found = [
-        *unknown,
-        *unknown_inside(merged, zero["stage"]),
-        *offload(zero, values),
-    ]
-    ds = merge(defaults, merged)
-    for section in OFFLOADS:  # one that moves nothing is the same as none
-        if get(ds, f"{ZERO}.{section}.device") == "none":
-            del ds[ZERO][section], defaults[ZERO][section]
-    found += _fill(ds, values)
-    found += types(ds, defaults)
-    found += fixed(ds, defaults)
-    found += combinations(ds, values.precision.value)
-    found += secrets(ds)
-    found += leftover_auto(ds)
-    return {key: ds[key] for key in sorted(ds, key=_reading_order)}, found
 
 
 def _reading_order(key: str) -> int:
