@@ -316,11 +316,11 @@ def refusal(
         return f"a group has one place here: write {key.partition('@')[0]}={value}"
     if sign and key in groups:
         return f"write {key}={value}, without {sign}"
-    if sign == "+" and key in options and not _is_free_form(key):
+    if sign == "+" and key in options and not is_free_form(key):
         return f"write {key}={value}, without {sign}"
-    if sign and key not in options and key not in own_groups and not _is_free_form(key):
+    if sign and key not in options and key not in own_groups and not is_free_form(key):
         return f"no such option{hints.suggest(key, sorted(options))}"
-    if key not in options and key not in groups and not _is_free_form(key):
+    if key not in options and key not in groups and not is_free_form(key):
         return None  # composing reports that there is no such option
     values, function = read_values(word), FUNCTIONS.match(value)
     listed = len(values) > 1
@@ -345,13 +345,14 @@ def override(key: str, value: str) -> str:
     return f'{key}="{inner}"'
 
 
-def _is_free_form(key: str) -> bool:
+def is_free_form(key: str) -> bool:
+    """Return whether an option is a section that takes any key, or a part of one."""
     return any(key == section or key.startswith(f"{section}.") for section in hints.FREE_FORM)
 
 
 def _deleted(key: str, options: Collection[str], groups: Collection[str]) -> str | None:
     """Say why an option cannot be deleted: only keys of a free-form section can, an option always has a value."""
-    if _is_free_form(key) and key not in hints.FREE_FORM:
+    if is_free_form(key) and key not in hints.FREE_FORM:
         return None
     if key in groups:
         return f"a run has one choice of each group: write {key}=CHOICE, for example {key}=none"

@@ -117,13 +117,7 @@ def compose_run(
     try:
         search = _search_path(folders)
         run, write_yaml = _compose_resumed(kept, search, resumes) if resumes else _compose([*search, *kept])
-    except ConfigError as error:
-        raise ConfigError("\n".join([*found, str(error)])) from error
-    except _RefusedValues as unset:
-        raise ConfigError("\n".join([*found, *(_explain(word, why) for word, why in unset.found)])) from unset
-    except (
-        Exception
-    ) as error:  # for odd values hydra also raises ValueError, TypeError, AssertionError and others
+    except Exception as error:  # for odd values hydra raises ValueError, TypeError, AssertionError and others
         raise ConfigError("\n".join([*found, *_explain_each(kept, folders, error)])) from error
     if found:
         raise ConfigError("\n".join(found))
@@ -211,7 +205,15 @@ def group_choices() -> dict[str, list[str]]:
 @functools.cache
 def option_names() -> tuple[str, ...]:
     """Return the dotted name of every option and of every section of options."""
-    return tuple(_option_names(RunConfig))
+    return tuple(name for name, _ in _options(RunConfig))
+
+
+def _options(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name of each option and section of `schema`, and its type; a section follows its options."""
+    for name, kind in _type_hints(schema).items():
+        if is_dataclass(kind):
+            yield from _options(kind, f"{prefix}{name}.")
+        yield f"{prefix}{name}", kind
 
 
 def _groups() -> set[str]:
@@ -260,7 +262,7 @@ def _compose_resumed(words: list[str], search: list[str], place: str) -> tuple[R
         raise ConfigError(f"{odd}: with resume=FOLDER write option=value or group=choice")
     chosen, values = sorted_words
     try:
-        cfg = OmegaConf.merge(OmegaConf.structured(RunConfig), content)
+        cfg = OmegaConf.merge(_schema(), content)
     except Exception as error:  # as varied as in compose_run
         raise ConfigError(
             f"{file}: {_first_cause(error)}; the run is of another version: give recipe=NAME and its options"
@@ -511,8 +513,7 @@ def _opened(override: str) -> str:
     if key.startswith("data.mix.") and key.count(".") == 3:
         _, _, source, option = key.split(".")
         return f"++data.mix={{{source}: {{{option}: {value}}}}}"
-    is_open = any(key == section or key.startswith(f"{section}.") for section in hints.FREE_FORM)
-    return f"++{override}" if is_open and "=" in override else override
+    return f"++{override}" if command_line.is_free_form(key) and "=" in override else override
 
 
 def _replaced_length(overrides: Sequence[str]) -> list[str]:
@@ -528,7 +529,11 @@ def _replaced_length(overrides: Sequence[str]) -> list[str]:
 
 
 def _explain_each(overrides: list[str], config_dirs: list[Path], error: Exception) -> list[str]:
-    """Add the overrides one by one, groups first, and describe each that cannot be added."""
+    """Describe each override that cannot be set; else add them one by one, groups first, and describe what fails."""
+    if isinstance(error, ConfigError):
+        return [str(error)]
+    if isinstance(error, _RefusedValues):
+        return [_explain(word, why) for word, why in error.found]
     groups = _groups()
     ordered = sorted(overrides, key=lambda o: o.split("=")[0] not in groups)
     accepted = _search_path(config_dirs)
@@ -585,21 +590,11 @@ def _explain_recipe(cause: str) -> str:
     if found := re.search(r"Key '(\w+)' not in '(\w+)'", cause):
         name, section = found.groups()
         if section != RunConfig.__name__:
-            option = f"{_section_of(section)}.{name}"
+            sections = {getattr(kind, "__name__", ""): dotted for dotted, kind in _options(RunConfig)}
+            option = f"{sections.get(section, '')}.{name}"
             return f"{option}: no such option{hints.suggest(option, option_names())}; correct the file"
         return f"{cause}; a recipe of your own begins with the line `# @package _global_`"
     return f"{cause}; correct the file"
-
-
-def _section_of(kind: str, schema: Any = RunConfig, prefix: str = "") -> str:
-    """Return the dotted name of the section whose options the dataclass named `kind` holds."""
-    for name, own in get_type_hints(schema).items():
-        if is_dataclass(own):
-            assert isinstance(own, type)
-            inside = f"{prefix}{name}" if own.__name__ == kind else _section_of(kind, own, f"{prefix}{name}.")
-            if inside:
-                return inside
-    return ""
 
 
 def _explain_value(option: str, value: str, cause: str) -> str:
@@ -634,15 +629,3 @@ def _first_cause(error: BaseException) -> str:
     return text.replace(
         "See https://hydra.cc/docs/1.2/upgrades/1.0_to_1.1/automatic_schema_matching", ""
     ).strip()
-
-
-def _option_names(schema: Any, prefix: str = "") -> list[str]:
-    hints = get_type_hints(schema)
-    names: list[str] = []
-    for item in fields(schema):
-        kind = hints[item.name]
-        if is_dataclass(kind):
-            names += [*_option_names(kind, f"{prefix}{item.name}."), f"{prefix}{item.name}"]
-        else:
-            names.append(f"{prefix}{item.name}")
-    return names

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remat.config import compose
-from remat.config.options import ConfigError, RunConfig
+from remat.config.options import ConfigError
 from tests.support.fuzz import assert_clear, budget, ends
 
-OPTIONS = compose._option_names(RunConfig)
+OPTIONS = compose.option_names()
 GROUPS = [*compose.group_choices(), "recipe"]
 CHOICES = [choice for choices in compose.group_choices().values() for choice in choices]
 VALUES = [
