@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from remat.config import hints, validation
+from remat.config import hints, paths, validation
 from remat.config.options import ConfigError
 
 MOST_POINTS = 500
@@ -111,7 +111,7 @@ def take_apart(argv: list[str], options: Sequence[str]) -> Arguments:
 def _searched(value: str) -> list[Path]:
     """Return the folders in a value of hydra.searchpath: [file:///one,/two]."""
     listed = (entry.strip(" '\"").removeprefix("file://") for entry in value.strip("[]").split(","))
-    return [Path(entry).expanduser().resolve() for entry in listed if entry]
+    return [paths.expand(entry).resolve() for entry in listed if entry]
 
 
 def parse(argv: list[str], options: Sequence[str] = ()) -> Arguments:
@@ -147,7 +147,7 @@ def _take_flag(word: str, words: list[str], args: Arguments, options: Sequence[s
         if not folder:
             args.problems.append(f"{given} needs a folder: {given} DIR")
             return
-        args.config_dirs.append(Path(folder).expanduser().resolve())
+        args.config_dirs.append(paths.expand(folder).resolve())
     else:
         if flag == "--shell-completion" and words and words[-1].startswith(SHELLS):
             value = words.pop()

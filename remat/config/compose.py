@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 import remat
-from remat.config import command_line, ds_config, hints, reference, resumed, validation
+from remat.config import command_line, ds_config, hints, paths, reference, resumed, validation
 from remat.config.options import NOT_FOLDERS, ConfigError, MixedSource, RunConfig
 from remat.config.redact import redact
 
@@ -253,7 +253,7 @@ def _compose_resumed(words: list[str], search: list[str], place: str) -> tuple[R
     A choice of a group replaces that whole section. Raises ConfigError for a run without a readable configuration, and
     what `_with_values` raises.
     """
-    file = resumed.find_config(Path(os.path.expanduser(place)))  # noqa: PTH111 - never raises
+    file = resumed.find_config(paths.expand(place))
     content = resumed.read_config(file)
     sorted_words = _sort_words(words)
     if sorted_words is None:
@@ -468,8 +468,8 @@ def _read(path: Path, _: Files) -> Any:
 
 def _files() -> Files:
     """Return (path, size, modification time) of each YAML file, the key of all caches of these files."""
-    paths = sorted([*CONF_DIR.rglob("*.yaml"), *RECIPE_DIR.glob("*.yaml")])
-    return tuple((str(path), (at := path.stat()).st_size, at.st_mtime_ns) for path in paths)
+    files = sorted([*CONF_DIR.rglob("*.yaml"), *RECIPE_DIR.glob("*.yaml")])
+    return tuple((str(file), (at := file.stat()).st_size, at.st_mtime_ns) for file in files)
 
 
 def _recipes_of(overrides: Sequence[str]) -> list[str]:

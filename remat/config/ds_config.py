@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remat.config import ds_defaults
+from remat.config import ds_defaults, paths
 from remat.config.ds_defaults import OFFLOADS, SECOND_SHARDS, ZERO
 from remat.config.options import ConfigError, OptimName, OptimStates, Precision, RunConfig
 from remat.config.redact import is_secret
@@ -143,7 +143,7 @@ def load(name_or_path: str, folder: Path) -> dict[str, Any]:
     """
     choices = sorted(path.stem for path in folder.glob("*.json"))
     if name_or_path.endswith(".json"):
-        path = Path(name_or_path).expanduser()
+        path = paths.expand(name_or_path)
         if not path.is_file():
             raise ConfigError(
                 f"deepspeed.config={name_or_path}: no such file; give a path to a JSON file, or one of "

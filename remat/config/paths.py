@@ -37,6 +37,11 @@ TOKENIZER_FILES = (
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
+def expand(path: str) -> Path:
+    """Return `path` with the home folder in place of ~; Path.expanduser raises where there is none."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
+
+
 def model_problems(model: ModelConfig) -> list[str]:
     """Return what is wrong with model.path: no such folder, or one without config.json. A hub name is not looked up."""
     if not model.path or (model.init is ModelInit.random and model.architecture):
@@ -47,16 +52,14 @@ def model_problems(model: ModelConfig) -> list[str]:
     if "://" in model.path:
         name = "/".join(model.path.partition("://")[2].split("/")[1:3])
         return [f"{option}: addresses are not read; write the hub name, model.path={name}, or a folder"]
-    if model.path.startswith("~") and (full := Path(os.path.expanduser(model.path))).exists():  # noqa: PTH111 - never raises
+    if model.path.startswith("~") and (full := expand(model.path)).exists():
         return [f"{option}: write the path in full, model.path={full}"]
     if place.is_file():
         return [f"{option} is a file: give the folder that holds it, with config.json"]
     if not place.is_dir():
-        return (
-            [f"{option} does not exist{near(model.path)}: give a folder with config.json, or a hub name"]
-            if _is_local(model.path)
-            else []
-        )
+        if not _is_local(model.path):
+            return []  # a hub name
+        return [f"{option} does not exist{near(model.path)}: give a folder with config.json, or a hub name"]
     if not (place / "config.json").is_file():
         return [f"{option} {_no_model(place)}"]
     return _pointer(place / "config.json", option) or _no_json(place / "config.json", option)
@@ -64,7 +67,7 @@ def model_problems(model: ModelConfig) -> list[str]:
 
 def near(path: str) -> str:
     """Return ` (there is ...)` with the name closest to a missing `path` in its folder; empty when none is close."""
-    missing = Path(os.path.expanduser(path))  # noqa: PTH111 - never raises
+    missing = expand(path)
     try:
         names = os.listdir(missing.parent)  # noqa: PTH208 - names alone
     except OSError:
@@ -75,7 +78,7 @@ def near(path: str) -> str:
 
 def resume_problems(resume: str) -> list[str]:
     """Return a problem when resume=FOLDER names a folder that does not exist."""
-    if resume in NOT_FOLDERS or not resume or Path(os.path.expanduser(resume)).exists():  # noqa: PTH111 - never raises
+    if resume in NOT_FOLDERS or not resume or expand(resume).exists():
         return []
     newest = ""
     if resume.lower() in ("true", "latest", "last", "newest", "yes", "1"):
@@ -89,8 +92,7 @@ def state_problems(cfg: RunConfig) -> list[str]:
     """Return a problem when `resume` finds no saved state. Whether a state is complete is checked later."""
     if cfg.resume in ("none", "auto_or_start"):
         return []
-    runs = Path(os.path.expanduser(cfg.output_dir)) / cfg.name  # noqa: PTH111 - never raises
-    place = Path(os.path.expanduser(cfg.resume))  # noqa: PTH111
+    runs, place = expand(cfg.output_dir) / cfg.name, expand(cfg.resume)
     if cfg.resume in NOT_FOLDERS:
         place = runs / (cfg.run_id or "*")
         found = any(runs.glob(f"{cfg.run_id or '*'}/{SAVED}/*"))
@@ -175,7 +177,7 @@ def data_problems(cfg: RunConfig) -> list[str]:
 
 def _problem_of(path: str, source: DataSource) -> str:
     """Return why data of `source` cannot be at `path`; "" where it can."""
-    if source is DataSource.hub and Path(os.path.expanduser(path)).is_file():  # noqa: PTH111 - never raises
+    if source is DataSource.hub and expand(path).is_file():
         return "is a file on this machine, and data.source=hub: choose data=files"
     if source is not DataSource.files or not _is_local(path) or _exists(path):
         return ""
@@ -186,7 +188,7 @@ def _problem_of(path: str, source: DataSource) -> str:
 
 def output_problems(cfg: RunConfig) -> list[str]:
     """Return a problem when output_dir cannot be written; try it by a folder in its nearest existing parent."""
-    place = Path(os.path.expanduser(cfg.output_dir)).absolute()  # noqa: PTH111 - never raises
+    place = expand(cfg.output_dir).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     try:
@@ -205,7 +207,7 @@ def _is_local(path: str) -> bool:
 
 
 def _exists(path: str) -> bool:
-    place = os.path.expanduser(path)  # noqa: PTH111 - never raises
+    place = os.path.expanduser(path)  # noqa: PTH111 - a slash at its end is part of a glob
     return Path(place).exists() or (glob.has_magic(place) and any(glob.iglob(place, recursive=True)))  # noqa: PTH207
 
 
@@ -234,14 +236,12 @@ def _weight_files(folder: Path, option: str, problems: list[str]) -> Iterator[Pa
 def _no_weights(folder: Path, option: str, *, pickles: bool) -> list[str]:
     """Return what is wrong with a folder that has neither model.safetensors nor its index."""
     if list(folder.glob("*.bin")):
-        return (
-            []
-            if pickles
-            else [
-                f"{option} has weights in .bin files alone, which can run code: give a folder with {SINGLE}, or set "
-                "model.allow_pickle=true if you trust them"
-            ]
-        )
+        if pickles:
+            return []
+        return [
+            f"{option} has weights in .bin files alone, which can run code: give a folder with {SINGLE}, or set "
+            "model.allow_pickle=true if you trust them"
+        ]
     names = ", ".join(sorted(file.name for file in folder.iterdir())[:8])
     return [
         f"{option} has no weights, {SINGLE} or {INDEX} (it holds {names}): copy or download them, or set "
