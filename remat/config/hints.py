@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 SLIP, SAME_SECTION, ANY_SECTION = 0.8, 0.66, 0.8  # least similarity, of 1, for which a name is suggested
 FREE_FORM = (  # sections that take any key
@@ -22,7 +22,19 @@ FREE_FORM = (  # sections that take any key
 )
 EVERYDAY = {"name", "path", "config", "enabled", "method", "mode", "split", "source", "format", "dtype", "r"}
 
-_TABLE = """\
+
+def _read_table(table: str) -> dict[str, str]:
+    """Read lines of what to write here, below each the names for it that other tools have."""
+    found, ours = dict[str, str](), ""
+    for line in table.splitlines():
+        if line.startswith(" "):
+            found |= dict.fromkeys(line.split(), ours)
+        else:
+            ours = line
+    return found
+
+
+MEANING = _read_table("""\
 optim.lr
     learning_rate lr max_lr peak_lr base_lr learning_rate_init lr_max
 optim.name
@@ -178,20 +190,7 @@ tracking.entity
     wandb_entity wandb_team
 a launcher's option: deepspeed --num_gpus N train.py ...
     num_gpus n_gpus gpus devices num_processes world_size nproc_per_node n_gpu ngpus
-"""  # an option here, and below it the names that other tools have for it
-
-
-def _read_table(table: str) -> dict[str, str]:
-    found, ours = dict[str, str](), ""
-    for line in table.splitlines():
-        if line.startswith(" "):
-            found |= dict.fromkeys(line.split(), ours)
-        else:
-            ours = line
-    return found
-
-
-MEANING = _read_table(_TABLE)
+""")  # an option here, and below it the names that other tools have for it
 WITHOUT = _read_table("""\
 a launch always trains, and evaluates as train.eval_every says: leave it out
     do_train do_eval do_predict prediction_loss_only
@@ -260,7 +259,7 @@ def suggest_optimizer(name: str) -> str:
     if "muon" in name.lower():
         return "; Muon is not offered, because DeepSpeed clips its update and not the gradient: choose adamw or lion"
     meant = OPTIMIZERS.get(name.lower().replace("-", "_"))
-    return f" (did you mean optim.name={meant}?)" if meant else ""
+    return _ask(f"optim.name={meant}") if meant else ""
 
 
 def suggest(option: str, known: Sequence[str]) -> str:
@@ -272,7 +271,7 @@ def suggest(option: str, known: Sequence[str]) -> str:
     if answer := WITHOUT.get(parts[-1]) or WITHOUT.get(parts[0]):
         return f": {answer}"
     meant = find(option, known)
-    return f" (did you mean {meant}?)" if meant else ""
+    return _ask(meant) if meant else ""
 
 
 def find(option: str, known: Sequence[str]) -> str:
@@ -345,79 +344,49 @@ SWITCHED = {  # what an on-off value in place of a choice means: on, off
     "save": ("save.every=STEPS", "save.every=0 save.at_end=false"),
     "tracking": ("tracking=wandb_online", "tracking=wandb_disabled"),
 }
-CHOICES = {  # group -> another tool's choice -> ours
-    "checkpointing": {"selective": "checkpointing=selective_ops", "unsloth": "checkpointing=offload"},
+CHOICES = {  # group -> what to write here -> other tools' choices
+    "checkpointing": {"checkpointing=selective_ops": "selective", "checkpointing=offload": "unsloth"},
     "data": {
-        "json": "data=files",
-        "csv": "data=files",
-        "local": "data=files",
-        "openai": "data=chat",
-        "messages": "data=chat",
-        "conversations": "data=sharegpt",
-        "huggingface": "data=hub",
+        "data=files": "json csv local",
+        "data=chat": "openai messages",
+        "data=sharegpt": "conversations",
+        "data=hub": "huggingface",
     },
-    "hardware": {
-        "cpu": "hardware=this_machine",
-        "auto": "hardware=this_machine",
-        "local": "hardware=this_machine",
-    },
+    "hardware": {"hardware=this_machine": "cpu auto local"},
     "peft": {
-        "dora": "peft=lora peft.dora=true",
-        "rslora": "peft=lora peft.rslora=true",
-        "qdora": "peft=qlora",
-        "full": "peft=none",
-        "freeze": "peft=lora",
+        "peft=lora peft.dora=true": "dora",
+        "peft=lora peft.rslora=true": "rslora",
+        "peft=qlora": "qdora",
+        "peft=none": "full",
+        "peft=lora": "freeze",
     },
-    "profile": {"torch": "profile=trace", "nsys": "profile=trace"},
+    "profile": {"profile=trace": "torch nsys"},
     "tracking": {
-        "wandb": "tracking=wandb_online",
-        "online": "tracking=wandb_online",
-        "offline": "tracking=wandb_offline",
-        "tensorboard": "tracking.tensorboard=true",
+        "tracking=wandb_online": "wandb online",
+        "tracking=wandb_offline": "offline",
+        "tracking.tensorboard=true": "tensorboard",
     },
 }
-VALUES = {  # option -> another tool's value -> ours
+VALUES = {  # option -> our value -> other tools' values
     "train.precision": {
-        "bfloat16": "bf16",
-        "float16": "fp16",
-        "half": "fp16",
-        "16": "fp16",
-        "16-mixed": "fp16",
-        "bf16-mixed": "bf16",
-        "float32": "fp32",
-        "float": "fp32",
-        "32": "fp32",
-        "no": "fp32",
-        "true": "bf16",
+        "bf16": "bfloat16 bf16-mixed true",
+        "fp16": "float16 half 16 16-mixed",
+        "fp32": "float32 float 32 no",
     },
     "data.format": {
-        "openai": "chat",
-        "messages": "chat",
-        "chatml": "chat",
-        "chat_template": "chat",
-        "conversations": "sharegpt",
-        "completion": "plain",
-        "text": "plain",
-        "pretrain": "plain",
-        "instruction": "alpaca",
+        "chat": "openai messages chatml chat_template",
+        "sharegpt": "conversations",
+        "plain": "completion text pretrain",
+        "alpaca": "instruction",
     },
-    "compile": dict.fromkeys(["true", "inductor", "default", "reduce-overhead", "max-autotune"], "layers")
-    | {"false": "none"},
-    "data.packing": {"true": "documents", "false": "none"},
-    "model.attention": {
-        "flash": "flash_attention_2",
-        "flash_attention": "flash_attention_2",
-        "flash_attn": "flash_attention_2",
-        "flash_attn_2": "flash_attention_2",
-        "fa2": "flash_attention_2",
-    },
+    "compile": {"layers": "true inductor default reduce-overhead max-autotune", "none": "false"},
+    "data.packing": {"documents": "true", "none": "false"},
+    "model.attention": {"flash_attention_2": "flash flash_attention flash_attn flash_attn_2 fa2"},
     "optim.schedule": {
-        "cosine_with_restarts": "cosine",
-        "cosine_with_min_lr": "cosine",
-        "constant_with_warmup": "constant",
-        "warmup_stable_decay": "wsd",
+        "cosine": "cosine_with_restarts cosine_with_min_lr",
+        "constant": "constant_with_warmup",
+        "wsd": "warmup_stable_decay",
     },
-    "resume": dict.fromkeys([*ON, "latest", "last", "newest"], "auto"),
 }
 OWN_PATH = {"model": "model=hf model.path={value}", "data": "data=files data.path={value}"}
 
@@ -430,7 +399,7 @@ def suggest_choice(group: str, value: str, choices: Sequence[str]) -> str:
     exact = [choice for choice in choices if own in (choice, choice.replace("-", "_"))]
     if group == "optim" and (optimizer := suggest_optimizer(value)):
         return optimizer
-    if meant := CHOICES.get(group, {}).get(plain) or _switched(group, plain):
+    if meant := _ours(CHOICES.get(group, {}), plain) or _switched(group, plain):
         return _ask(meant)
     if exact:
         return _ask(exact[0])
@@ -448,9 +417,14 @@ def suggest_value(option: str, value: str, expected: Sequence[str]) -> str:
     """Suggest the nearest of the values that `option` takes for a `value` that is none of them."""
     if option == "optim.name":
         return suggest_optimizer(value)
-    meant = VALUES.get(option, {}).get(value.lower())
+    meant = _ours(VALUES.get(option, {}), value.lower())
     near = [meant] if meant else difflib.get_close_matches(value.lower(), expected, n=1)
     return _ask(near[0]) if near else ""
+
+
+def _ours(table: Mapping[str, str], theirs: str) -> str:
+    """Return the key of `table` among whose words `theirs` is; empty if it is nowhere."""
+    return next((ours for ours, words in table.items() if theirs in words.split()), "")
 
 
 def _switched(group: str, value: str) -> str:
