@@ -53,8 +53,6 @@ WITHOUT_VALUE = {"--info", "--hydra-help", "--resolve", "--run", "--shell-comple
 KINDS_OF_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 SHELLS = ("install=", "uninstall=", "query=")  # what Hydra's --shell-completion is followed by
 KINDS_OF_CFG = ("job", "hydra", "all")  # what Hydra's own --cfg may be followed by
-
-
 SEARCHPATH = "hydra.searchpath="
 LONG_DASHES = ("\u2013", "\u2014", "\u2212")
 
@@ -173,9 +171,7 @@ def _unknown(given: str, flag: str, value: str, options: Sequence[str]) -> str:
 def read_values(word: str) -> list[str]:
     """Read the values of an override: `a=1,2` has [1, 2]. Commas in brackets, braces or quotes do not separate."""
     found, depth, quote, start = list[str](), 0, "", word.find("=") + 1
-    for place, letter in enumerate(word):
-        if place < start:
-            continue
+    for place, letter in enumerate(word[start:], start):
         if quote:
             quote = "" if letter == quote else quote
         elif letter in QUOTES:
@@ -314,13 +310,12 @@ def refusal(
         return None  # composing reports that it is not an override
     if "@" in key:
         return f"a group has one place here: write {key.partition('@')[0]}={value}"
-    if sign and key in groups:
+    free = is_free_form(key)
+    if sign and (key in groups or (sign == "+" and key in options and not free)):
         return f"write {key}={value}, without {sign}"
-    if sign == "+" and key in options and not is_free_form(key):
-        return f"write {key}={value}, without {sign}"
-    if sign and key not in options and key not in own_groups and not is_free_form(key):
+    if sign and not (free or key in options or key in own_groups):
         return f"no such option{hints.suggest(key, sorted(options))}"
-    if key not in options and key not in groups and not is_free_form(key):
+    if not (free or key in options or key in groups):
         return None  # composing reports that there is no such option
     values, function = read_values(word), FUNCTIONS.match(value)
     listed = len(values) > 1
