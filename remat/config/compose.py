@@ -119,9 +119,8 @@ def compose_run(
         run, write_yaml = _compose_resumed(kept, search, resumes) if resumes else _compose([*search, *kept])
     except Exception as error:  # for odd values hydra raises ValueError, TypeError, AssertionError and others
         raise ConfigError("\n".join([*found, *_explain_each(kept, folders, error)])) from error
-    if found:
+    if found := found or validation.problems(run):
         raise ConfigError("\n".join(found))
-    validation.check(run)
     return Composed(run, write_yaml, words)
 
 

@@ -46,15 +46,8 @@ LARGEST_LR = 1.0  # AdamW and Lion move every weight by about lr a step, whateve
 LINK_S_LEAST = 4  # the kernel sends three probes, at least a second apart
 
 
-def check(cfg: RunConfig) -> None:
-    """Raise one ConfigError with every contradiction in `cfg`, one per line."""
-    found = problems(cfg)
-    if found:
-        raise ConfigError("\n".join(found))
-
-
 def problems(cfg: RunConfig) -> list[str]:
-    """Return what is wrong; each entry names option, value and remedy."""
+    """Return every contradiction in `cfg`; each entry names option, value and remedy."""
     return [
         *_train(cfg.train),
         *_model(cfg.model),
