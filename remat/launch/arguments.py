@@ -45,6 +45,11 @@ class LaunchWords:
     log_dir: Path
     grace_s: float
 
+    @property
+    def kind_flag(self) -> list[str]:
+        """Return the option that says what `target` is; a script needs none."""
+        return [flag for flag, kind in KINDS.items() if kind == self.kind]
+
     def runner_has(self, *names: str) -> bool:
         return any(word.split("=")[0] in names for word in self.runner)
 

@@ -13,6 +13,7 @@ import secrets
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -84,10 +85,8 @@ class NodeLink(threading.Thread):
 
     def _keep_one(self) -> None:
         try:
-            told = None
-            while told is None:
-                told = self._store.get("link")
-                threading.Event().wait(0 if told else ASK_EVERY_S)
+            while (told := self._store.get("link")) is None:
+                time.sleep(ASK_EVERY_S)
             link = socket.create_connection((self._host, told["port"]), HELLO_S)
             link.sendall(f"{told['token']} {self._store.rank}\n".encode())
             self._watch(link)

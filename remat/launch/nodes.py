@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from remat.config.options import ConfigError
-from remat.launch import processes, rank_keeper
+from remat.launch import processes, signals
 from remat.launch.arguments import RUNNER_VALUES, LaunchWords
-from remat.launch.supervisor import as_exit_code, say, short
+from remat.launch.supervisor import NEVER, say, short
 
 MARK = b"\x1e"  # around each report of an agent
 TOLD = re.compile(rb"\x1e(.*?)\x1e\n?")
@@ -43,7 +43,6 @@ SSH_FAILED = 255
 OTHERS_S = 60.0  # time for the other nodes to end by themselves after one has failed
 KILLED_S = 15.0  # time for nodes to end all their processes after KILL
 NOT_ABLE, FAILED, STOPPED = 3, 70, 75
-NEVER = float("inf")
 OF_THE_HEAD = ("-H", "--hostfile", "--master_addr", "--master_port", "--ssh_port", "--num_nodes")
 
 
@@ -136,12 +135,7 @@ class _Head:
         self.events = selectors.DefaultSelector()
 
     def run(self) -> int:
-        woken, wake = os.pipe()
-        os.set_blocking(wake, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        for caught in (*rank_keeper.STOP_SIGNALS, signal.SIGCHLD):
-            if caught != signal.SIGHUP or signal.getsignal(caught) != signal.SIG_IGN:  # under nohup
-                signal.signal(caught, lambda *_: None)
+        woken = signals.wake_on([*signals.OF_A_LAUNCH, signal.SIGCHLD])
         self.events.register(woken, selectors.EVENT_READ)
         logs = f"{short(self.words.log_dir)}/rank-N.log"
         say(f"starting {len(self.hosts)} nodes over ssh; every rank's output is kept in {logs}")
@@ -160,8 +154,7 @@ class _Head:
 
     def _start(self, number: int, host: str, master: str, port: str) -> _Node:
         """Start an agent on `host`. Its ssh is killed when this process ends."""
-        path = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
-        settings = [f"{name}={value}" for name, value in path.items()]
+        settings = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
         agent = shlex.join(["exec", "env", *settings, sys.executable, "-u", "-m", "remat.launch.node_agent"])
         how = [word for name, value in NO_ANSWER.items() for word in ("-o", f"{name}={value}")]
         how += ["-p", self.options["--ssh_port"]] if "--ssh_port" in self.options else []
@@ -188,10 +181,9 @@ class _Head:
             while name in runner:
                 at = runner.index(name)
                 del runner[at : at + 2]
-        kind = {"script": [], "module": ["--module"], "program": ["--no_python"]}[words.kind]
         place = ["--no_ssh", "--node_rank", str(number), "--master_addr", master, "--master_port", port]
         own = ["--log-dir", str(words.log_dir), "--grace-s", f"{words.grace_s:g}"]
-        return [*runner, *place, *own, *kind, words.target, *words.words]
+        return [*runner, *place, *own, *words.kind_flag, words.target, *words.words]
 
     # Events
 
@@ -245,7 +237,7 @@ class _Head:
         now = time.monotonic()
         for node in self.nodes:
             if node.code is None and node.open == 0 and (code := node.process.poll()) is not None:
-                node.code = as_exit_code(code)
+                node.code = signals.as_exit_code(code)
                 self._node_ended(node)
         if now > self.kill_at:
             self.kill_at = NEVER
@@ -278,8 +270,7 @@ class _Head:
             node.send(KILL)
 
     def _end(self) -> int:
-        for signum in rank_keeper.STOP_SIGNALS:
-            signal.signal(signum, signal.SIG_IGN)
+        signals.ignore(signals.OF_A_LAUNCH)
         codes = [node.code for node in self.nodes]
         if self.cause is None:
             forced = next((code for code in codes if code not in (0, STOPPED)), None)

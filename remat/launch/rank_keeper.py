@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from remat.launch import signals
+
 SOCKET, LOG_DIR = "REMAT_KEEPER_SOCKET", "REMAT_KEEPER_LOG_DIR"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 CONTROL = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\^_])")
 PR_SET_PDEATHSIG = 1
 EXIT_NOT_STARTED = 127
@@ -40,10 +41,7 @@ def main(argv: list[str]) -> int:
     link = socket.socket(socket.AF_UNIX)
     link.connect(os.environ.pop(SOCKET))
     log = (Path(os.environ.pop(LOG_DIR)) / f"rank-{rank}.log").open("ab", buffering=0)
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    woken = signals.wake_on([signal.SIGCHLD])
     streams = _Streams(log, live=local_rank == 0)
     try:
         child = _start(argv, streams)
@@ -71,7 +69,7 @@ def _start(argv: list[str], streams: _Streams) -> subprocess.Popen:
 
     def prepare() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.OF_A_LAUNCH)
 
     return subprocess.Popen(command(argv), stdout=streams.stdout, stderr=streams.stderr, preexec_fn=prepare)
 
@@ -114,7 +112,7 @@ def _leave(link: socket.socket, code: int, peak_rss_bytes: int) -> int:
         _tell(link, code=code, at=time.monotonic(), peak_rss_bytes=peak_rss_bytes)
         while (text := link.recv(4096)) and b"leave" not in text:
             pass
-    return code if code >= 0 else 128 - code
+    return signals.as_exit_code(code)
 
 
 def _tell(link: socket.socket, **fields: float) -> None:
@@ -130,17 +128,16 @@ class _Streams:
     def __init__(self, log: BinaryIO, *, live: bool) -> None:
         self.copies: list[_Copy] = []
         self.stdout = self.stderr = log.fileno()
-        self._slave = -1
         if not live:
             return
-        terminals = [os.isatty(1), os.isatty(2)]
+        terminals, slave = [os.isatty(1), os.isatty(2)], -1
         if any(terminals):
-            master, self._slave = pty.openpty()
-            tty.setraw(self._slave)
+            master, slave = pty.openpty()
+            tty.setraw(slave)
             self.copies.append(_Copy(master, 1 if terminals[0] else 2, log, lines=_Lines()))
         self.fit_terminal()
         self.stdout, self.stderr = (
-            self._slave if terminal else self._pipe(target, log)
+            slave if terminal else self._pipe(target, log)
             for target, terminal in zip((1, 2), terminals, strict=True)
         )
 

@@ -80,11 +80,9 @@ def take(file: Path) -> Retreat | None:
 
 def too_many(most: int, done: int) -> str | None:
     """Return the reason when `done` retreats reach the limit `most`, else None."""
-    return (
-        None
-        if done < most
-        else f"no retreat: this run was started again {done} times already (most_retreats={most})"
-    )
+    if done < most:
+        return None
+    return f"no retreat: this run was started again {done} times already (most_retreats={most})"
 
 
 def choose(run: Smaller, why: str) -> Retreat | None:

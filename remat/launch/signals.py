@@ -1,6 +1,7 @@
 """Note signals that ask a run to stop. It stops at a step that all ranks agree on (remat/training/stopping.py).
 
-Standard library only, so that the handlers are in place before any slow import.
+The processes of `remat launch` around the ranks read signals from a descriptor instead (`wake_on`). Standard library
+only, so that the handlers are in place before any slow import.
 """
 
 from __future__ import annotations
@@ -8,24 +9,46 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+OF_A_LAUNCH = (*SIGNALS, signal.SIGHUP)  # with that of a closed terminal
 SAME_STOP_S = 1.0  # two signals within this time are one request: some senders signal process and group
 
 _noted: list[tuple[int, float]] = []  # (signal, time.monotonic()) since the launch, or since `forget`
 
 
 def around(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Run `main(argv)` with stop signals noted, and return its exit code.
-
-    After that stop signals are ignored, so that none replaces the exit code.
-    """
+    """Run `main(argv)` with stop signals noted, and return its exit code."""
     catch()
     code = main(argv)
-    for signum in SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
+    ignore(SIGNALS)
     return code
+
+
+def ignore(signums: Iterable[int]) -> None:
+    """Ignore signals from now on: one that comes while Python leaves would replace the exit code."""
+    for signum in signums:
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def wake_on(signums: Iterable[int]) -> int:
+    """Catch signals, and return a file descriptor from which the numbers of those that come are read, a byte each.
+
+    SIGHUP stays ignored under nohup.
+    """
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    for signum in signums:
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
+    return woken
+
+
+def as_exit_code(code: int) -> int:
+    """Return the exit code of a process as a shell has it: 128 + N where signal N ended it, which `code` has as -N."""
+    return code if code >= 0 else 128 - code
 
 
 def catch() -> None:

@@ -30,9 +30,9 @@ from pathlib import Path
 
 from remat.config.options import ConfigError
 from remat.config.units import GIB
-from remat.launch import left_behind, processes, rank_keeper, retreat
+from remat.launch import left_behind, processes, rank_keeper, retreat, signals
 from remat.launch.arguments import LaunchWords
-from remat.launch.signals import SAME_STOP_S
+from remat.launch.signals import as_exit_code
 from remat.machine.host_memory import host_memory, oom_kills
 
 TAIL_LINES = 30
@@ -202,15 +202,8 @@ class _Supervisor:
         self.port = 0
 
     def run(self) -> int:
-        woken, wake = os.pipe()
-        os.set_blocking(wake, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        woken = signals.wake_on([*signals.OF_A_LAUNCH, signal.SIGCHLD])
         self.events.register(woken, selectors.EVENT_READ)
-        caught: set[int] = {*rank_keeper.STOP_SIGNALS, signal.SIGCHLD}
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            caught.discard(signal.SIGHUP)  # under nohup
-        for signum in caught:
-            signal.signal(signum, lambda *_: None)
         process = self._start_runner()  # kept: a Popen that is let go may wait for its process
         self.runner = process.pid
         if not self.words.over_ssh and self.tell is None:
@@ -238,8 +231,7 @@ class _Supervisor:
             asked += ["--master_port", str(self.port)]
         rank = [words.target, *words.words]
         if words.over_ssh:
-            flag = {"script": [], "module": ["--module"], "program": ["--no_python"]}[words.kind]
-            asked += flag
+            asked += words.kind_flag
         else:
             asked.append("--module")
             rank = ["remat.launch.rank_keeper", words.kind, *rank]
@@ -249,7 +241,7 @@ class _Supervisor:
         def prepare() -> None:
             libc.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
             if not words.over_ssh:
-                signal.pthread_sigmask(signal.SIG_BLOCK, rank_keeper.STOP_SIGNALS)
+                signal.pthread_sigmask(signal.SIG_BLOCK, signals.OF_A_LAUNCH)
 
         command = [sys.executable, "-m", "deepspeed.launcher.runner", *asked, *rank]
         return subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=prepare)
@@ -276,7 +268,7 @@ class _Supervisor:
             running = self._send(signum)
             again = f"; again to end at once, by force after {self.words.grace_s:g} s"
             say(f"{name} sent to {ranks_in_words(running)}: they may save and stop{again}")
-        elif signum != signal.SIGUSR1 and now - self.stop[1] > SAME_STOP_S:
+        elif signum != signal.SIGUSR1 and now - self.stop[1] > signals.SAME_STOP_S:
             say(f"{name} again: ending at once")
             self._kill()
 
@@ -320,13 +312,11 @@ class _Supervisor:
             self.kill_at = now + self.words.grace_s  # the others may still be saving
         if self.runner_code is not None and not self._all_ended() and not self.launcher_gone and self.ranks:
             self.launcher_gone = True
-            say(f"{self._who_is_gone()} was killed: ending the ranks")
+            gone = "node launcher" if self.runner_code == 0 else "deepspeed runner"
+            say(f"the {gone} was killed: ending the ranks")
             self._end_ranks(LAUNCHER_GONE_S)
         if now >= self.kill_at and not self._all_ended():
             self._kill()
-
-    def _who_is_gone(self) -> str:
-        return "the node launcher" if self.runner_code == 0 else "the deepspeed runner"
 
     def _over(self) -> bool:
         return self.forced or self._all_ended() or (self.runner_code is not None and not self.ranks)
@@ -340,23 +330,21 @@ class _Supervisor:
 
     # Actions
 
-    def _send(self, signum: int) -> int:
+    def _send(self, signum: int, *, to_end: bool = False) -> int:
+        """Send a signal to each rank that runs and return how many do; `to_end`: their ends are then no failures."""
         running = [r for r in self.ranks if r.runs]
         for rank in running:
+            rank.ended_by_us = rank.ended_by_us or to_end
             processes.send(rank.pid, signum)
         return len(running)
 
     def _end_ranks(self, within_s: float) -> None:
-        for rank in self.ranks:
-            rank.ended_by_us = rank.ended_by_us or rank.runs
-        self._send(signal.SIGTERM)
+        self._send(signal.SIGTERM, to_end=True)
         self.kill_at = min(self.kill_at, time.monotonic() + within_s)
 
     def _kill(self) -> None:
         """Kill every rank now, without waiting for its keeper's report."""
-        for rank in self.ranks:
-            rank.ended_by_us = rank.ended_by_us or rank.runs
-        killed = self._send(signal.SIGKILL)
+        killed = self._send(signal.SIGKILL, to_end=True)
         if killed and time.monotonic() >= self.kill_at:
             say(f"{ranks_in_words(killed)} did not end in time: killed")
         self.forced = True
@@ -381,9 +369,7 @@ class _Supervisor:
             show_tail(first.rank, self.words.log_dir / f"rank-{first.rank}.log")
         if code and not self.words.asks_help and self.tell is None:
             say(f"exit code {code}; logs in {short(self.words.log_dir)}")
-        for signum in rank_keeper.STOP_SIGNALS:
-            # one that comes while Python leaves would replace the exit code
-            signal.signal(signum, signal.SIG_IGN)
+        signals.ignore(signals.OF_A_LAUNCH)
         return code
 
     def _code(self) -> int:
@@ -411,9 +397,8 @@ class _Supervisor:
 
     def _why_killed(self, rank: _Rank) -> str:
         together = rank.peak_rss_bytes + sum(processes.peak_rss_bytes(r.pid) for r in self.ranks if r.runs)
-        after, limit = oom_kills(), host_memory().limit_bytes
-        known = after is not None and self.kills_before is not None
-        kills = (after or 0) - (self.kills_before or 0) if known else None
+        before, after, limit = self.kills_before, oom_kills(), host_memory().limit_bytes
+        kills = None if before is None or after is None else after - before
         text = killed(
             rank.rank,
             peak_bytes=rank.peak_rss_bytes,
@@ -424,7 +409,3 @@ class _Supervisor:
         if killed_for_memory(kills, together_bytes=together, limit_bytes=limit):
             self.out_of_memory = text
         return text
-
-
-def as_exit_code(code: int) -> int:
-    return code if code >= 0 else 128 - code
