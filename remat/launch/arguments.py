@@ -115,13 +115,14 @@ def parse(argv: list[str]) -> LaunchWords:
                 runner += [name, value]
         else:
             raise ConfigError(_unknown(name))
-    if kind == "script" and (not rest or rest[0][0] == "-" or ("=" in rest[0] and not Path(rest[0]).exists())):
+    if kind == "script" and (not rest or rest[0][:1] == "-" or ("=" in rest[0] and not Path(rest[0]).exists())):
         kind, rest = "module", [OWN_MODULE, *rest]
     if not rest:
         raise ConfigError(f"remat launch: which {kind}? Say its name after the options")
-    if kind == "script" and not Path(rest[0]).exists():
+    if kind == "script" and not (rest[0] and Path(rest[0]).exists()):
         raise ConfigError(
-            f"{rest[0]}: no such script; remat launch [options] [train.py] recipe=NAME option=value ..."
+            f"{rest[0] or 'an empty word'}: no such script; remat launch [options] [train.py] recipe=NAME option=value "
+            "..."
         )
     try:
         grace_s = float(own.get("--grace-s", GRACE_S))

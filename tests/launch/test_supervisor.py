@@ -69,6 +69,7 @@ def test_without_a_script_it_is_the_training(tmp_path: Path, monkeypatch: pytest
         (["--enable_each_rank_log", "x", "train.py"], "say --log-dir DIR"),
         (["--grace-s", "soon", "train.py"], "--grace-s soon is not a number of seconds"),
         (["trian.py", "recipe=a"], "trian.py: no such script"),
+        (["", "recipe=a"], "an empty word: no such script"),
         (["--module"], "which module?"),
     ],
 )
