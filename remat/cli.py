@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -133,21 +134,16 @@ def plan_command(
         _plan_best(ctx.args, as_json)
         return
     if ladder:
-        _plan_ladder(ctx.args, as_json)
-        return
-    several = swept or curve
-    fits = (
-        _plan_several(ctx.args, as_json, plot, curve=curve)
-        if several
-        else _plan_one(ctx.args, as_json, plot, explain=explain, advise=advise)
-    )
+        fits = _plan_ladder(ctx.args, as_json)
+    elif swept or curve:
+        fits = _plan_several(ctx.args, as_json, plot, curve=curve)
+    else:
+        fits = _plan_one(ctx.args, as_json, plot, explain=explain, advise=advise)
     if not fits:
         raise typer.Exit(3)
 
 
-def _plan_one(
-    args: list[str], as_json: bool, plot: Path | None, *, explain: bool = False, advise: bool = True
-) -> bool:
+def _plan_one(args: list[str], as_json: bool, plot: Path | None, *, explain: bool, advise: bool) -> bool:
     from remat.config import compose
 
     run = compose.from_command_line(args).run
@@ -223,7 +219,7 @@ def _plan_best(args: list[str], as_json: bool) -> None:
         plan.show_best(found, _console())
 
 
-def _plan_ladder(args: list[str], as_json: bool) -> None:
+def _plan_ladder(args: list[str], as_json: bool) -> bool:
     from remat.config import compose
 
     run = compose.from_command_line(args).run
@@ -237,8 +233,7 @@ def _plan_ladder(args: list[str], as_json: bool) -> None:
         print(json.dumps(ladder.as_json(found), indent=2))
     else:
         plan.show_ladder(found, _console(), title=plan.name_asked(args, run))
-    if not any(rung.seq_len for rung in found):
-        raise typer.Exit(3)
+    return any(rung.seq_len for rung in found)
 
 
 def _settings(args: list[str], run: RunConfig, limit: int, known: Recordings) -> list[Setting]:
@@ -249,8 +244,13 @@ def _settings(args: list[str], run: RunConfig, limit: int, known: Recordings) ->
     try:
         return search.choose(args, run, limit, known, _count("settings looked at"))
     except preflight.DoesNotFit as error:
-        print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
-        raise typer.Exit(3) from error
+        raise typer.Exit(_tell(error, 3)) from error
+
+
+def _tell(error: Exception, code: int) -> int:
+    """Print why a command ends, and return its exit code."""
+    print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
+    return code
 
 
 def _count(what: str) -> Callable[[int, int], None]:
@@ -387,16 +387,11 @@ def launch(ctx: typer.Context) -> None:
     from remat.launch import arguments, nodes, supervisor
 
     words = arguments.parse(ctx.args)
-    if words.trains:
-        _check_run(words.words, words.ranks)
+    if words.trains:  # what every rank would refuse is told before any starts
+        from remat.config import compose
+
+        compose.check_launch(compose.from_command_line(words.words), words.ranks)
     raise typer.Exit(nodes.launch(words) if words.of_all_nodes else supervisor.launch(words))
-
-
-def _check_run(args: list[str], ranks: int | None) -> None:
-    """Raise ConfigError for what every rank would refuse, before any rank starts."""
-    from remat.config import compose
-
-    compose.check_launch(compose.from_command_line(args), ranks)
 
 
 @app.command()
@@ -434,11 +429,9 @@ def export(
     try:
         result = write(run_dir, out, form)
     except manifest.SaveError as error:
-        print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
-        raise typer.Exit(70) from error
+        raise typer.Exit(_tell(error, 70)) from error
     except merge.NoRoom as error:
-        print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
-        raise typer.Exit(3) from error
+        raise typer.Exit(_tell(error, 3)) from error
     print(f"{result.path}: {result.num_params:,} parameters in {len(result.files)} file(s)")
 
 
@@ -573,10 +566,7 @@ def doctor(
         from remat.machine import doctor as examining
         from remat.planning import launch_plan
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    table = ""
+    say, table = partial(print, flush=True), ""
     if run is not None:
         findings, table = launch_plan.examine_for(run, ranks, say)
     else:
@@ -607,7 +597,7 @@ def calibrate(
 
     calibrating.check_out(out)
     try:
-        found = calibrating.measure(nvme_path=nvme_path, say=lambda text: print(text, flush=True))
+        found = calibrating.measure(nvme_path=nvme_path, say=partial(print, flush=True))
     except ops.OpError as error:
         raise ConfigError(str(error)) from error
     options = calibrating.write(found, out, nvme_path)
@@ -620,21 +610,15 @@ def main() -> None:
     """Run the console command. A ConfigError is one message and exit code 2, an OSError one message and exit code 1."""
     from remat.report import console
 
-    # these two start ranks, which would inherit the number of threads of one process
-    if sys.argv[1:2] not in (
-        ["launch"],
-        ["compare"],
-    ):
+    if sys.argv[1:2] not in (["launch"], ["compare"]):  # their ranks would inherit the threads of one process
         share_cores()
     console.quiet_libraries(debug=False)
     try:
         app()
     except ConfigError as error:
-        print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(_tell(error, 2))
     except OSError as error:
-        print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(_tell(error, 1))
 
 
 if __name__ == "__main__":
