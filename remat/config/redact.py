@@ -204,9 +204,8 @@ def _by_name(pattern: re.Pattern[str], text: str) -> str:
     parts, at = [], 0
     while (found := pattern.search(text, at)) is not None:
         *_, name, between = found.groups()
-        start = text[max(0, found.start(pattern.groups - 1) - 8) : found.start(pattern.groups - 1)].rstrip(
-            "+~ "
-        )[-1:]
+        name_at = found.start(pattern.groups - 1)
+        start = text[max(0, name_at - 8) : name_at].rstrip("+~ ")[-1:]
         word = WORD.match(text, found.end())
         if start in TO_QUOTE and pattern is not QUOTED_NAME:
             word = TO_QUOTE[start].match(text, found.end())
@@ -215,13 +214,12 @@ def _by_name(pattern: re.Pattern[str], text: str) -> str:
             value = value[: CLOSERS.search(value).start()]  # type: ignore[union-attr]
         if pattern is INLINE and start in ("{", ",") and value[:1] not in TO_QUOTE:
             value = max(value, IN_BRACES.match(text, found.end())[0], key=len)  # type: ignore[index]
+        parts.append(text[at : found.end()])
+        at = found.end()
         if value and _hides(pattern, name.lstrip("-"), f"{start}{between}", value):
             whole = len(value) > 1 and value[0] in TO_QUOTE and value[-1] == value[0]
-            parts += [text[at : found.end()], f"{value[0]}{HIDDEN}{value[0]}" if whole else HIDDEN]
-            at = found.end() + len(value)
-        else:
-            parts.append(text[at : found.end()])
-            at = found.end()
+            parts.append(f"{value[0]}{HIDDEN}{value[0]}" if whole else HIDDEN)
+            at += len(value)
     return "".join([*parts, text[at:]])
 
 
