@@ -143,11 +143,17 @@ def plan_command(
         raise typer.Exit(3)
 
 
-def _plan_one(args: list[str], as_json: bool, plot: Path | None, *, explain: bool, advise: bool) -> bool:
+def _run_to_plan(args: list[str]) -> RunConfig:
+    """Compose a run and check what can be checked before torch is imported."""
     from remat.config import compose
 
     run = compose.from_command_line(args).run
     compose.check_plan(run)
+    return run
+
+
+def _plan_one(args: list[str], as_json: bool, plot: Path | None, *, explain: bool, advise: bool) -> bool:
+    run = _run_to_plan(args)
     with without_garbage():
         from remat.planning.loading import plan_loading
         from remat.planning.plan import Recordings, Verdict, make_plan, plan_as_json, strategy_of_fullest
@@ -204,10 +210,7 @@ def _with_best(args: list[str], run: RunConfig, known: Recordings) -> tuple[list
 
 
 def _plan_best(args: list[str], as_json: bool) -> None:
-    from remat.config import compose
-
-    run = compose.from_command_line(args).run
-    compose.check_plan(run)
+    run = _run_to_plan(args)
     with without_garbage():
         from remat.planning.plan import Recordings
         from remat.planning.settings import search
@@ -220,10 +223,7 @@ def _plan_best(args: list[str], as_json: bool) -> None:
 
 
 def _plan_ladder(args: list[str], as_json: bool) -> bool:
-    from remat.config import compose
-
-    run = compose.from_command_line(args).run
-    compose.check_plan(run)
+    run = _run_to_plan(args)
     with without_garbage():
         from remat.planning.plan import Recordings
         from remat.planning.settings import ladder
@@ -265,11 +265,11 @@ def _count(what: str) -> Callable[[int, int], None]:
 
 
 def _plan_several(args: list[str], as_json: bool, plot: Path | None, *, curve: bool) -> bool:
-    from remat.config import compose
-
     if curve:
-        compose.check_plan(compose.from_command_line(args).run)
+        _run_to_plan(args)
     else:
+        from remat.config import compose
+
         fixed, points = split_points(args)
         compose.refuse_if_none(([*fixed, *point] for point in points), "--sweep: every combination is refused")
     with without_garbage():
