@@ -195,7 +195,11 @@ class _Head:
             node.open -= 1
         text = node.rest.get(shown, b"") + data
         for told in TOLD.findall(text):
-            self._told(node, json.loads(told))
+            event = json.loads(told)
+            if "failed" in event:
+                self._failed(node, event["failed"], event["code"])
+            else:
+                node.began = True
         text = TOLD.sub(b"", text)
         # whole lines, so that those of nodes do not mix
         ready = text[: text.rfind(b"\n") + 1] if data else text
@@ -204,12 +208,6 @@ class _Head:
         for line in ready.splitlines(keepends=True):
             with contextlib.suppress(OSError):  # nobody listens any more
                 os.write(shown, prefix + line)
-
-    def _told(self, node: _Node, event: dict[str, str | int]) -> None:
-        if "failed" in event:
-            self._failed(node, str(event["failed"]), int(event["code"]))
-        else:
-            node.began = True
 
     def _failed(self, node: _Node, text: str, code: int) -> None:
         """Record the first failure as the cause: later ones on other nodes follow from it."""

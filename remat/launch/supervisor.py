@@ -51,12 +51,6 @@ def short(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def failure(rank: int, code: int) -> str:
-    """Say how a rank failed without SIGKILL; `code` is negative for another signal."""
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    return f"rank {rank} {how}"
-
-
 def killed(rank: int, *, peak_bytes: int, together_bytes: int, limit_bytes: int, oom_kills: int | None) -> str:
     """Say that a rank got SIGKILL, likely from the kernel for lack of memory, and give the evidence.
 
@@ -390,10 +384,12 @@ class _Supervisor:
         return as_exit_code(self.runner_code or 0)
 
     def _report_failure(self, rank: _Rank) -> None:
-        text = self._why_killed(rank) if rank.code == -signal.SIGKILL else failure(rank.rank, rank.code or 0)
+        code = rank.code or 0
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+        text = self._why_killed(rank) if code == -signal.SIGKILL else f"rank {rank.rank} {how}"
         say(text)
         if self.tell:
-            self.tell(failed=text, code=as_exit_code(rank.code or 0))
+            self.tell(failed=text, code=as_exit_code(code))
 
     def _why_killed(self, rank: _Rank) -> str:
         together = rank.peak_rss_bytes + sum(processes.peak_rss_bytes(r.pid) for r in self.ranks if r.runs)
