@@ -184,7 +184,8 @@ def refuse_if_none(command_lines: Iterable[Sequence[str]], refusal: str) -> None
 
 def recipe_names() -> list[str]:
     """Return the recipes that compose as they stand: each of one model, for one machine."""
-    return [name for name in _recipe_files() if name not in starting_points()]
+    general = starting_points()
+    return [name for name in _recipe_files() if name not in general]
 
 
 def starting_points() -> list[str]:
