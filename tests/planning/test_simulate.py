@@ -225,16 +225,16 @@ def test_a_kernels_workspace_counts_where_it_runs() -> None:
     net = build("llama").to("meta")
     token_loss = loss.TokenLoss(net, LossKind.full, verify=False)
     applied = put_on(net, checkpointing("uniform"), "meta", 0)
-    found = simulate.run(
+    recording = simulate.record(
         net,
         loss=token_loss,
         scope=applied.scope,
         around=applied.micro_batch(),
-        zero=SINGLE,
+        stage_3=False,
         micro_batch_size=ROWS,
         seq_len=512,
     )
-    assert found.backward_peak.total_bytes > 0
+    assert recording.under(SINGLE).backward_peak.total_bytes > 0
     query = torch.empty(1, 4, 100, 80, dtype=torch.bfloat16, device="meta")
     key = torch.empty(1, 2, 100, 80, dtype=torch.bfloat16, device="meta")
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -304,12 +304,14 @@ cfg = compose.compose_run(["model=llama70b", "checkpointing=full"]).run
 net = hf_model.skeleton(hf_model.shape_config(cfg.model), cfg.model).to(torch.bfloat16).train()
 decided = policy.decide_layers(cfg.checkpointing, len(layers.decoder_layers(net)), zero_stage=3)
 applied = apply.apply(net, decided, cfg.checkpointing, zero_stage=3, device=torch.device("meta"))
-found = simulate.run(
+recording = simulate.record(
     net, loss=loss.TokenLoss(net, LossKind.full, verify=False), scope=applied.scope,
-    around=applied.micro_batch(), micro_batch_size=1, seq_len=4096,
-    zero=ZeroSettings(stage=3, world_size=8, reduce_bucket_size=5 * 10**8, overlap_comm=True,
+    around=applied.micro_batch(), stage_3=True, micro_batch_size=1, seq_len=4096,
+)
+found = recording.under(
+    ZeroSettings(stage=3, world_size=8, reduce_bucket_size=5 * 10**8, overlap_comm=True,
         prefetch_bucket_size=5 * 10**7, param_persistence_threshold=10**5, max_live_parameters=10**9,
-        max_reuse_distance=10**9),
+        max_reuse_distance=10**9)
 )
 assert len(found.kept_bytes) == 80, found.kept_bytes
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

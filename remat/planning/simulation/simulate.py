@@ -90,46 +90,6 @@ class Recording:
         return self._gathers[zero]
 
 
-def run(
-    model: nn.Module,
-    *,
-    loss: Loss,
-    scope: Scope,
-    around: AbstractContextManager[Any],
-    zero: ZeroSettings,
-    micro_batch_size: int,
-    seq_len: int,
-    given: Given | None = None,
-    packed: bool = False,
-    ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
-    workspaces: bool = True,
-) -> Simulation:
-    """Simulate forward, loss and backward of one micro-batch [micro_batch_size, seq_len] on a model of meta tensors.
-
-    `loss(model, {"input_ids", "labels"})` is the scalar that is trained on. `around` is the context that
-    surrounds a micro-batch of the run. `scope` says where the computation is. `ignored` names host memory.
-    `workspaces` counts those of a GPU's kernels, see Timeline. `given` makes the model's inputs from a batch
-    with "position_ids", which restart where it is `packed`; None: the batch itself.
-
-    Bytes come on top of the model states. Below ZeRO-3 gradients and buckets are not part of the model states: they
-    are counted here, as they come and go.
-    """
-    recording = record(
-        model,
-        loss=loss,
-        scope=scope,
-        around=around,
-        stage_3=zero.stage == 3,
-        micro_batch_size=micro_batch_size,
-        seq_len=seq_len,
-        given=given,
-        packed=packed,
-        ignored=ignored,
-        workspaces=workspaces,
-    )
-    return recording.under(zero)
-
-
 def record(
     model: nn.Module,
     *,
@@ -147,11 +107,17 @@ def record(
     marked: Sequence[nn.Module] = (),
     first: AbstractContextManager[Any] | None = None,
 ) -> Recording:
-    """Record a micro-batch like `run`, for any number of ZeRO settings.
+    """Record forward, loss and backward of one micro-batch [micro_batch_size, seq_len] on a model of meta tensors.
 
-    `workspaces`: see Timeline; False to compare. `on_gpu` false: the kernels of a CPU. `marked` are layers that stand
-    for more equal ones: such a recording must be `lengthened`. A `loss` that is no scalar is given a gradient. If
-    there is a `first`, a forward inside it comes first, which is not recorded.
+    `loss(model, {"input_ids", "labels"})` is what is trained on; if it is no scalar, it is given a gradient. `around`
+    is the context that surrounds a micro-batch of the run. `scope` says where the computation is. `ignored` names host
+    memory. `workspaces`: see Timeline; False to compare. `given` makes the model's inputs from a batch with
+    "position_ids", which restart where it is `packed`; None: the batch itself. `on_gpu` false: the kernels of a CPU.
+    `marked` are layers that stand for more equal ones: such a recording must be `lengthened`. If there is a `first`, a
+    forward inside it comes first, which is not recorded.
+
+    Bytes come on top of the model states. Below ZeRO-3 gradients and buckets are not part of the model states:
+    `Recording.under` counts them, as they come and go.
     """
     timeline = Timeline(scope, model, ignored=ignored, workspaces=workspaces)
     assumptions: list[str] = []
@@ -231,7 +197,7 @@ def step(
 ) -> None:
     """Run forward and backward of one micro-batch [micro_batch_size, seq_len] on a model of meta tensors.
 
-    The logits are built and receive a gradient; the loss itself is not part of it. `given`: see `run`.
+    The logits are built and receive a gradient; the loss itself is not part of it. `given`: see `record`.
     """
     batch: dict[str, Any] = _batch(micro_batch_size, seq_len, given)
     del batch["labels"]
