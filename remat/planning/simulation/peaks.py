@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from remat.planning.simulation.timeline import KINDS, Part, Ready, Snapshot
+from remat.planning.simulation.timeline import KINDS, Ready, Record, Snapshot
 from remat.planning.simulation.types import Category, Moment, Phase, ZeroSettings
 from remat.planning.simulation.zero3 import Event, Gathers, Parameters
 
@@ -150,40 +150,37 @@ class Peaks:
 
     forward: Moment
     backward: Moment
-    gathered_bytes: int
     curve: list[Instant]
     # forward and backward inside the layers; `loss` is all that is outside them
     by_part: Mapping[str, Moment]
 
 
-def find(
-    parts: list[Part], backward_begins_at: int, parameters: Parameters, zero: ZeroSettings, gathers: Gathers
-) -> Peaks:
+def find(record: Record, parameters: Parameters, zero: ZeroSettings, gathers: Gathers) -> Peaks:
     """Return the peaks of forward and of backward under `zero`, on the rank with the highest peak.
 
-    `parts` are a Timeline's. `gathers` is what their events gather. Below stage 3 the last rank owns the gradients that
-    come first, the first rank those that come last.
+    `gathers` is what the events of `record` gather. Below stage 3 the last rank owns the gradients that come first, the
+    first rank those that come last.
     """
     ranks = {0, zero.world_size - 1} if zero.stage in (1, 2) else {0}
-    found = [_Replay(parts, parameters, zero, gathers, rank).run(backward_begins_at) for rank in sorted(ranks)]
+    found = [_Replay(record, parameters, zero, gathers, rank).run() for rank in sorted(ranks)]
     return max(found, key=lambda peaks: peaks.backward.total_bytes)
 
 
 class _Replay:
     def __init__(
-        self, parts: list[Part], parameters: Parameters, zero: ZeroSettings, gathers: Gathers, rank: int
+        self, record: Record, parameters: Parameters, zero: ZeroSettings, gathers: Gathers, rank: int
     ) -> None:
-        self._parts, self._gathers = parts, gathers
+        self._record, self._gathers = record, gathers
         self._gradients = Gradients(parameters, zero, rank=rank)
         self._best: dict[Phase, Moment] = {}
         self._by_part: dict[str, Moment] = {}
         self._curve: list[Instant] = []
 
-    def run(self, backward_begins_at: int) -> Peaks:
+    def run(self) -> Peaks:
         phase, gradients, gathered = Phase.forward, self._gradients, self._gathers.start_bytes
         changes = iter(self._gathers.changes)
-        for index, part in enumerate(self._parts):
-            if index == backward_begins_at:
+        for index, part in enumerate(self._record.parts):
+            if index == self._record.backward_begins_at:
                 phase = Phase.backward
             held = gradients.kept_bytes, gradients.bucket_bytes
             at_most = gathered
@@ -199,17 +196,11 @@ class _Replay:
             for local in part.of_place.values():
                 self._offer_part(phase, local, *now)
             self._offer_part(phase, part.at_cut, at_most, *held)
-        end = self._parts[-1].at_cut._replace(layer=None, operation="reduction of gradients")
+        end = self._record.parts[-1].at_cut._replace(layer=None, operation="reduction of gradients")
         last = gathered, *gradients.backward_ends()
         self._offer(Phase.backward, end, *last)
         self._offer_part(Phase.backward, end, *last)
-        return Peaks(
-            self._best[Phase.forward],
-            self._best[Phase.backward],
-            self._gathers.gathered_bytes,
-            self._curve,
-            self._by_part,
-        )
+        return Peaks(self._best[Phase.forward], self._best[Phase.backward], self._curve, self._by_part)
 
     def _offer(self, phase: Phase, local: Snapshot, gathered: int, kept: int, bucket: int) -> None:
         total = local.total + gathered + kept + bucket

@@ -11,13 +11,12 @@ Not replayed: that blocks which another stream still uses when they are freed co
 from __future__ import annotations
 
 import bisect
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from remat.config.units import MIB
 from remat.planning.simulation.peaks import Gradients
-from remat.planning.simulation.timeline import Part, Ready
+from remat.planning.simulation.timeline import Part, Ready, Record
 from remat.planning.simulation.types import ZeroSettings
 from remat.planning.simulation.zero3 import Event, Gathers, Parameters
 
@@ -180,28 +179,22 @@ class Replayed:
 
 
 def replay(
-    trace: array[int],
-    parts: Sequence[Part],
+    record: Record,
     parameters: Parameters,
     zero: ZeroSettings,
     gathers: Gathers,
     around: Around,
     *,
     expandable: bool,
-    backward_begins_at: int,
 ) -> Replayed:
-    """Return the bytes that torch reserves over two micro-batches and the updates after each.
-
-    `trace` is a Timeline's: pairs (allocation number, bytes). Bytes below 0 free the allocation; a number below 0 says
-    that part -1 - number begins.
-    """
+    """Return the bytes that torch reserves over two micro-batches and the updates after each."""
     allocator = CachingAllocator(expandable=expandable)
     for size in around.states:
         allocator.malloc(size)
     reached = [allocator.reserved_bytes]
     for first in (True, False):
-        micro_batch = _MicroBatch(allocator, parts, parameters, zero, gathers)
-        reached.append(micro_batch.run(trace, backward_begins_at))
+        micro_batch = _MicroBatch(allocator, record, parameters, zero, gathers)
+        reached.append(micro_batch.run())
         reached.append(allocator.reserved_bytes)
         if first:
             for size in around.from_update:
@@ -218,12 +211,12 @@ class _MicroBatch:
     def __init__(
         self,
         allocator: CachingAllocator,
-        parts: Sequence[Part],
+        record: Record,
         parameters: Parameters,
         zero: ZeroSettings,
         gathers: Gathers,
     ) -> None:
-        self._allocator, self._parts = allocator, parts
+        self._allocator, self._record = allocator, record
         apart = zero.overlap_comm and zero.stage == 3
         self._gathered = _Held(allocator, GATHERS if apart else COMPUTE)
         self._kept = _Held(allocator, COMPUTE)
@@ -232,16 +225,16 @@ class _MicroBatch:
         self._changes = iter(gathers.changes)
         self._gathered.change_to(gathers.start_bytes)
 
-    def run(self, trace: array[int], backward_begins_at: int) -> int:
+    def run(self) -> int:
         """Follow the trace; return the bytes reserved after forward. Gradients and buckets stay for the update."""
-        allocator, after_forward = self._allocator, 0
+        allocator, trace, after_forward = self._allocator, self._record.trace, 0
         live: dict[int, Block] = {}
         for place in range(0, len(trace), 2):
             name, size = trace[place], trace[place + 1]
             if name < 0:
-                if -1 - name >= backward_begins_at and not after_forward:
+                if -1 - name >= self._record.backward_begins_at and not after_forward:
                     after_forward = allocator.reserved_bytes
-                self._at(self._parts[-1 - name])
+                self._at(self._record.parts[-1 - name])
             elif size < 0:
                 allocator.free(live.pop(name))
             else:

@@ -48,7 +48,7 @@ class Recording:
             host_bytes=timeline.host_bytes,
             flops={phase: timeline.flops.get(phase, 0) for phase in Phase},
             ops=timeline.ops,
-            gathered_bytes=found.gathered_bytes,
+            gathered_bytes=self._gathers_under(zero).gathered_bytes,
             assumptions=self.assumptions,
             peaks=found.by_part,
             forward_end_bytes=timeline.parts[timeline.backward_begins_at].at_cut.total,
@@ -63,22 +63,11 @@ class Recording:
         self, zero: ZeroSettings, around: reserved.Around, *, expandable: bool
     ) -> reserved.Replayed:
         """Return what torch's allocator reserves on a GPU, see `reserved.replay`."""
-        timeline = self.timeline
-        return reserved.replay(
-            timeline.trace,
-            timeline.parts,
-            self.parameters,
-            zero,
-            self._gathers_under(zero),
-            around,
-            expandable=expandable,
-            backward_begins_at=timeline.backward_begins_at,
-        )
+        gathers = self._gathers_under(zero)
+        return reserved.replay(self.timeline, self.parameters, zero, gathers, around, expandable=expandable)
 
     def _peaks(self, zero: ZeroSettings) -> peaks.Peaks:
-        timeline = self.timeline
-        gathers = self._gathers_under(zero)
-        return peaks.find(timeline.parts, timeline.backward_begins_at, self.parameters, zero, gathers)
+        return peaks.find(self.timeline, self.parameters, zero, self._gathers_under(zero))
 
     def _gathers_under(self, zero: ZeroSettings) -> Gathers:
         if zero not in self._gathers:

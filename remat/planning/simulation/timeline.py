@@ -169,7 +169,8 @@ class Record:
     """A recorded micro-batch. `kept_bytes` by layer and `host_bytes` of all layers are at the end of forward.
     `moved_bytes` went to host memory.
 
-    `trace` is every allocation and free in order, as simulation/reserved.py reads it.
+    `trace` is every allocation and free in order, as pairs (allocation number, bytes). Bytes below 0 free the
+    allocation; a number below 0 says that part -1 - number begins.
     """
 
     parts: list[Part]
@@ -225,7 +226,7 @@ class Timeline(TorchDispatchMode):
         start = Snapshot(0, (0, 0, 0), Phase.forward, None, "start")
         self.parts = [Part(None, start, start)]
         self.backward_begins_at = 0  # index of a part
-        self.trace = array("q")  # every allocation and free in order, as simulation/reserved.py reads it
+        self.trace = array("q")  # as in Record
         self._allocations = 0
         self.places = [self._place()]  # of each part
 
