@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -223,20 +223,16 @@ class _Layout:
 class _Piece:
     """A part of a record, relative to the unit that it belongs to (None: none) and to the bytes where it begins.
 
-    `trace` has (0, bytes) for an allocation, (1, which) for a free in the same piece, (2, owner, which) for a free
-    of what another piece allocated, and (3, index) for a part.
+    Pieces are equal if they do the same, whatever their units. `trace` has (0, bytes) for an allocation, (1, which) for
+    a free in the same piece, (2, owner, which) for a free of what another piece allocated, and (3, index) for a part.
     """
 
-    unit: int | None
+    unit: int | None = field(compare=False)
     parts: list[Any]
     trace: list[tuple[Any, ...]]
     ops: list[OpCost]
     num_allocations: int
     change: tuple[int, int, int]  # of the bytes of each kind, from its begin to its end
-
-    @property
-    def content(self) -> tuple[Any, ...]:
-        return self.parts, self.trace, self.ops, self.num_allocations, self.change
 
 
 @dataclass(frozen=True)
@@ -415,9 +411,7 @@ class _Lengthening:
             if unit.times == 1:
                 continue
             one, other = (1 + n for n in (number, number + 1))
-            if any(
-                pieces[one].content != pieces[other].content for pieces in (self._pieces, self._pieces[::-1])
-            ):
+            if any(pieces[one] != pieces[other] for pieces in (self._pieces, self._pieces[::-1])):
                 raise NotRepeated(f"recorded layers {unit.layers} and those after them do not do the same")
             after = self._units[number + 1].layers
             if [kept.get(layer) for layer in unit.layers] != [kept.get(layer) for layer in after]:

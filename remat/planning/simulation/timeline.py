@@ -21,7 +21,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.model import flops
 from remat.model.flops import dequantised_bytes, flop_formula, operands
 from remat.planning.simulation.types import Category, OpCost, Phase
 from remat.planning.simulation.zero3 import Event, is_whole
@@ -248,17 +247,14 @@ class Timeline(TorchDispatchMode):
         name = func.name() if isinstance(func, torch._ops.OpOverload) else str(func)
         for tensor in made:
             self._track(tensor, layer, late="empty" in name)
-        workspace = flops.dequantised_bytes(func, args)
+        workspace = dequantised_bytes(func, args)
         if self._workspaces:
             workspace += workspace_bytes(func, args)
             workspace -= summed_in_place_bytes(func, args) if phase is Phase.backward else 0
         if workspace > 0:
             self.trace.extend((self._note(workspace), -1))
         self._bump(phase, layer, name, workspace)
-        costs = (
-            op_cost(func, args, kwargs, result, given, made, phase),
-            dequantisation(func, args, phase),
-        )
+        costs = op_cost(func, args, kwargs, result, given, made, phase), dequantisation(func, args, phase)
         for cost in filter(None, costs):
             self.ops.append(cost)
             self.flops[phase] += cost.flops

@@ -63,9 +63,8 @@ class Moment:
             return "update of the weights"
         named = MODULE_WORDS.get(self.module, self.module)
         doing = "recomputation" if self.phase is Phase.recompute else str(self.phase)
-        if self.layer is not None:
-            return f"{doing} of layer {self.layer}" + f", {named}" * bool(named)
-        return f"{doing} outside the layers" + f", {named}" * bool(named)
+        place = "outside the layers" if self.layer is None else f"of layer {self.layer}"
+        return f"{doing} {place}" + f", {named}" * bool(named)
 
 
 MODULE_WORDS = {

@@ -97,7 +97,8 @@ def recorded(model: nn.Module, on_event: Callable[[Event], None]) -> Iterator[No
     try:
         yield
     finally:
-        recorder.close()
+        for handle in recorder.handles:
+            handle.remove()
 
 
 class _Recorder:
@@ -107,14 +108,10 @@ class _Recorder:
         self._owned = Parameters.of(model).owned
         self._uses = [_uses(p) for p in self._parameters]
         self._pinned: frozenset[int] = frozenset()
-        self._handles: list[Any] = [model.register_forward_pre_hook(lambda *_: self._tell(Event(Kind.start)))]
+        self.handles: list[Any] = [model.register_forward_pre_hook(lambda *_: self._tell(Event(Kind.start)))]
         for index, (module, part) in enumerate(_with_parts(model)):
             if not part:
                 self._hook(module, index)
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def _tell(self, event: Event) -> None:
         """Report an event with the parameters that have aliases now.
@@ -149,7 +146,7 @@ class _Recorder:
             self._tell(Event(Kind.release, index))
             return tree_map(lambda x: _mark(x, gradient_of_output), output)
 
-        self._handles += [
+        self.handles += [
             module.register_forward_pre_hook(before_forward),
             module.register_forward_hook(after_forward),
         ]
@@ -208,15 +205,11 @@ class Coordinator:
     steady state begins with the second pass, which knows the order. Call `optimizer_step` where the engine steps.
     """
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        settings: ZeroSettings,
-        on_change: Callable[[int], None] = lambda gathered: None,
-    ) -> None:
+    def __init__(self, parameters: Parameters, settings: ZeroSettings) -> None:
         self.bytes = 0
         self.elements = self.gathered_bytes = 0
-        self._of, self._settings, self._on_change = parameters, settings, on_change
+        self.on_change: Callable[[int], None] = lambda gathered: None
+        self._of, self._settings = parameters, settings
         count = len(parameters.elements)
         self._persistent = [n <= settings.param_persistence_threshold for n in parameters.elements]
         self._gathered: dict[int, int] = {}  # available or in flight: bytes of the parameter itself
@@ -323,8 +316,6 @@ class Coordinator:
             raise RuntimeError("modules use their parameters in another order than in the recorded micro-batch")
 
     def _prefetch(self) -> None:
-        if self._settings.prefetch_bucket_size <= 0:
-            return
         room = min(self._settings.max_live_parameters - self._available, self._settings.prefetch_bucket_size)
         chosen: dict[int, None] = {}
         elements = 0
@@ -393,18 +384,14 @@ class Coordinator:
         for p in wanted:
             self._in_flight[p] = bucket
             self._hold(p, self._padded_bytes(p) if alone else 0)
-        for members in self._collectives(wanted):
-            size = sum(self._padded_bytes(p) for p in members)
+        for width in sorted({self._of.item_bytes[p] for p in wanted}, reverse=True):
+            # one collective for each dtype (partition_parameters.py:1468)
+            size = sum(self._padded_bytes(p) for p in wanted if self._of.item_bytes[p] == width)
             self._change(0 if alone else size)
             if self._settings.offload_param and self._settings.world_size > 1:
                 shards = size // self._settings.world_size
                 self._change(shards)  # this rank's part on its way from host memory into the collective
                 self._change(-shards)
-
-    def _collectives(self, wanted: list[int]) -> Iterator[list[int]]:
-        """Yield the parameters of each collective of a fetch: one for each dtype (partition_parameters.py:1468)."""
-        for width in sorted({self._of.item_bytes[p] for p in wanted}, reverse=True):
-            yield [p for p in wanted if self._of.item_bytes[p] == width]
 
     def _wait(self, p: int) -> None:
         bucket = self._in_flight.pop(p, None)
@@ -435,7 +422,7 @@ class Coordinator:
     def _change(self, size: int) -> None:
         if size:
             self.bytes += size
-            self._on_change(self.bytes)
+            self.on_change(self.bytes)
 
 
 def steady(
@@ -452,7 +439,7 @@ def steady(
         if not settings.accumulating:
             coordinator.optimizer_step()
     coordinator.elements = coordinator.gathered_bytes = 0
-    coordinator._on_change = on_change
+    coordinator.on_change = on_change
     return coordinator
 
 
