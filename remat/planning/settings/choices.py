@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
+from functools import partial
 from typing import Any
 
 from remat.config import compose, ds_config
@@ -37,14 +37,6 @@ OUTDONE_BY_TABLES = (
 ZERO = "deepspeed.overrides.zero_optimization"
 
 
-class Kind(IntEnum):
-    """What a change alters besides memory and time: nothing (`same_training`), the training, or the machine."""
-
-    same_training = 0
-    training = 1
-    machine = 2
-
-
 @dataclass(frozen=True)
 class Option:
     """One change to a run. Options with the same `axis` exclude each other.
@@ -55,7 +47,6 @@ class Option:
     axis: str
     words: tuple[str, ...]
     apply: Callable[[RunConfig], RunConfig]
-    kind: Kind = Kind.same_training
 
 
 def same_training(
@@ -84,9 +75,7 @@ def keep_everything(args: Sequence[str], cfg: RunConfig) -> Option | None:
     words = ("checkpointing=none",)
     with contextlib.suppress(ConfigError):
         chosen = _composed(args, words).checkpointing
-        return (
-            None if chosen == cfg.checkpointing else Option("checkpointing", words, _Put(checkpointing=chosen))
-        )
+        return None if chosen == cfg.checkpointing else _section("checkpointing", words, chosen)
     return None
 
 
@@ -100,15 +89,9 @@ def smaller_states(cfg: RunConfig) -> list[list[Option]]:
     optim = cfg.optim
     if optim.name is not OptimName.adamw or optim.states is not OptimStates.fp32:
         return []
-    words = ("optim.name=adamw_8bit",)
-    found = [[Option("optim.name", words, _Put(optim__name=OptimName.adamw_8bit), Kind.training)]]
+    found = [[_option("optim.name", OptimName.adamw_8bit)]]
     if cfg.train.precision is Precision.bf16:
-        found.append(
-            [
-                Option("optim.states", (f"optim.states={states}",), _Put(optim__states=states), Kind.training)
-                for states in (OptimStates.bf16_master, OptimStates.bf16)
-            ]
-        )
+        found.append([_option("optim.states", each) for each in (OptimStates.bf16_master, OptimStates.bf16)])
     return found
 
 
@@ -124,22 +107,23 @@ def machines(args: Sequence[str], cfg: RunConfig) -> list[Option]:
             continue
         gpus = (machine.gpus_per_node or 1) * machine.num_nodes
         size = (gpus, machine.gpu_memory_gib, machine.host_memory_gib or 0.0)
-        found.append((size, Option("hardware", words, _Put(hardware=machine), Kind.machine)))
+        found.append((size, _section("hardware", words, machine)))
     return [option for _, option in sorted(found, key=lambda entry: entry[0])]
 
 
-class _Put:
-    """Replacement of sections of a run; `train__seq_len` replaces one option of a section."""
+def _section(name: str, words: tuple[str, ...], chosen: Any) -> Option:
+    """Return the change of a whole section to `chosen`, which `words` compose to."""
+    return Option(name, words, lambda cfg: replace(cfg, **{name: chosen}))
 
-    def __init__(self, **values: Any) -> None:
-        self._values = values
 
-    def __call__(self, cfg: RunConfig) -> RunConfig:
-        for name, value in self._values.items():
-            section, _, option = name.partition("__")
-            new = replace(getattr(cfg, section), **{option: value}) if option else value
-            cfg = replace(cfg, **{section: new})
-        return cfg
+def _option(name: str, value: Any) -> Option:
+    """Return the change of `section.option` to `value`."""
+    section, _, option = name.partition(".")
+
+    def apply(cfg: RunConfig) -> RunConfig:
+        return replace(cfg, **{section: replace(getattr(cfg, section), **{option: value})})
+
+    return Option(name, (f"{name}={value}",), apply)
 
 
 def _composed(args: Sequence[str], words: Sequence[str]) -> RunConfig:
@@ -158,25 +142,24 @@ def _policies(args: Sequence[str], cfg: RunConfig, policies: Sequence[str]) -> l
         if chosen in known:  # `args` say already that values may move
             continue
         known.append(chosen)
-        same = chosen == cfg.checkpointing
-        found.append(None if same else Option("checkpointing", words, _Put(checkpointing=chosen)))
+        found.append(None if chosen == cfg.checkpointing else _section("checkpointing", words, chosen))
     return found if None in found else [*found, None]
 
 
 def _losses(cfg: RunConfig) -> list[Option | None]:
     if cfg.train.loss is LossKind.chunked:
         return [None]
-    return [None, Option("train.loss", ("train.loss=chunked",), _Put(train__loss=LossKind.chunked))]
+    return [None, _option("train.loss", LossKind.chunked)]
 
 
 def _micro_batches(cfg: RunConfig) -> list[Option | None]:
     """Return the micro-batch sizes that divide a rank's share of the global batch, and the present size."""
-    now, axis = cfg.train.micro_batch_size, "train.micro_batch_size"
+    now = cfg.train.micro_batch_size
     shared_by = cfg.train.tensor_parallel_size * cfg.train.sequence_parallel_size
     share = cfg.train.global_batch_size // max(1, cfg.hardware.ranks // shared_by)
     most = max(now, LONGEST_MICRO_BATCH // cfg.train.seq_len)
     return [
-        None if size == now else Option(axis, (f"{axis}={size}",), _Put(train__micro_batch_size=size))
+        None if size == now else _option("train.micro_batch_size", size)
         for size in range(1, min(share, most) + 1)
         if share % size == 0 or size == now
     ]
@@ -216,7 +199,7 @@ def _strategy(cfg: RunConfig, name: str, size: int, present: tuple[str, int]) ->
         words.append(f"{ZERO}.{ds_config.SECOND_SHARDS}={size if size > 1 else 'null'}")
         overrides = _merged(overrides, {"zero_optimization": {ds_config.SECOND_SHARDS: value}})
     changed = replace(cfg.deepspeed, config=name, overrides=overrides)
-    return Option("deepspeed.config", tuple(words), _Put(deepspeed=changed))
+    return Option("deepspeed.config", tuple(words), lambda cfg: replace(cfg, deepspeed=changed))
 
 
 def zero_sizes() -> list[Option]:
@@ -228,7 +211,7 @@ def zero_sizes() -> list[Option]:
         ("deepspeed.overrides (gathers)", {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}),
         ("deepspeed.overrides (pinning)", {"offload_optimizer": {"pin_memory": False}}),
     ]
-    return [Option(axis, tuple(_words(ZERO, values)), _ZeroSizes(values)) for axis, values in changes]
+    return [Option(axis, tuple(_words(ZERO, values)), partial(_resize, values)) for axis, values in changes]
 
 
 def _words(prefix: str, values: dict[str, Any]) -> list[str]:
@@ -241,18 +224,14 @@ def _words(prefix: str, values: dict[str, Any]) -> list[str]:
     return found
 
 
-class _ZeroSizes:
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
-
-    def __call__(self, cfg: RunConfig) -> RunConfig:
-        """Return `cfg` with the sizes replaced. Raises ConfigError where a value would have no effect."""
-        zero = ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR).get("zero_optimization", {})
-        for name in self._values:
-            if name not in zero:
-                raise ConfigError(f"{ZERO}.{name} has no effect with deepspeed.config={cfg.deepspeed.config}")
-        merged = _merged(cfg.deepspeed.overrides, {"zero_optimization": self._values})
-        return replace(cfg, deepspeed=replace(cfg.deepspeed, overrides=merged))
+def _resize(values: dict[str, Any], cfg: RunConfig) -> RunConfig:
+    """Return `cfg` with the sizes replaced. Raises ConfigError where a value would have no effect."""
+    zero = ds_config.load(cfg.deepspeed.config, compose.DS_CONFIG_DIR).get("zero_optimization", {})
+    for name in values:
+        if name not in zero:
+            raise ConfigError(f"{ZERO}.{name} has no effect with deepspeed.config={cfg.deepspeed.config}")
+    merged = _merged(cfg.deepspeed.overrides, {"zero_optimization": values})
+    return replace(cfg, deepspeed=replace(cfg.deepspeed, overrides=merged))
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -265,11 +244,7 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _seq_lens(cfg: RunConfig) -> list[Option]:
     """Return changes to half, a quarter and an eighth of the sequence length."""
     lengths = [cfg.train.seq_len // part for part in (2, 4, 8)]
-    return [
-        Option("train.seq_len", (f"train.seq_len={n}",), _Put(train__seq_len=n), Kind.training)
-        for n in lengths
-        if n >= SHORTEST_SEQ_LEN
-    ]
+    return [_option("train.seq_len", n) for n in lengths if n >= SHORTEST_SEQ_LEN]
 
 
 def _adapters(args: Sequence[str], cfg: RunConfig) -> list[Option]:
@@ -282,5 +257,5 @@ def _adapters(args: Sequence[str], cfg: RunConfig) -> list[Option]:
         except ConfigError:
             continue
         if chosen.method not in (PeftMethod.none, cfg.peft.method):
-            found.append(Option("peft", words, _Put(peft=chosen), Kind.training))
+            found.append(_section("peft", words, chosen))
     return found
