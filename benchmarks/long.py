@@ -42,6 +42,7 @@ from remat.config.options import ConfigError  # noqa: E402
 from remat.config.units import GIB, MIB  # noqa: E402
 from remat.planning.plan import make_plan  # noqa: E402
 from remat.planning.settings import ladder, search  # noqa: E402
+from remat.planning.settings.choices import joined  # noqa: E402
 from remat.report.charts import LIGHT, style  # noqa: E402
 from remat.training.ledger import MICRO_BATCH  # noqa: E402
 from scripts.generated import between, update  # noqa: E402
@@ -111,9 +112,9 @@ def rungs(device: str, work: Path) -> list[Rung]:
         if device == "cpu" and name == NO_FLASH:
             continue
         if device == "cpu" and name == LOSS:
-            found += of_the_loss(taken, ladder.joined(taken, words))
+            found += of_the_loss(taken, joined(taken, words))
             continue
-        taken = ladder.joined(taken, words)
+        taken = joined(taken, words)
         found.append(Rung(name, taken))
     return found
 

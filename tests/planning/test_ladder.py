@@ -16,6 +16,7 @@ from remat.config import compose
 from remat.config.options import ConfigError
 from remat.planning.plan import Recordings, make_plan
 from remat.planning.settings import ladder
+from remat.planning.settings.choices import joined
 from remat.planning.settings.ladder import GRANULE, Rung
 from remat.report import plan as report
 
@@ -157,7 +158,7 @@ def test_a_type_to_store_on_the_host_waits_for_the_rung_that_moves() -> None:
     asked = compose.from_command_line(args).run
     words, stored = ladder.base(asked), []
     for _, more in ladder.steps(asked):
-        words = ladder.joined(words, more)
+        words = joined(words, more)
         found = compose.from_command_line([*args, *words]).run.checkpointing
         stored.append((found.offload.enabled, str(found.offload.dtype)))
     assert set(stored[:5]) == {(False, "same")} and set(stored[5:]) == {(True, "fp8")}

@@ -49,14 +49,12 @@ class Option:
     apply: Callable[[RunConfig], RunConfig]
 
 
-def same_training(
-    args: Sequence[str], cfg: RunConfig, policies: Sequence[str] = POLICIES
-) -> dict[str, list[Option | None]]:
+def same_training(args: Sequence[str], cfg: RunConfig) -> dict[str, list[Option | None]]:
     """Return the values of each axis that train the same; None is the present value.
 
     Micro-batches come smallest first, policies with the least recomputation first.
     """
-    values = (_losses(cfg), _micro_batches(cfg), strategies(cfg), _policies(args, cfg, policies))
+    values = (_losses(cfg), _micro_batches(cfg), strategies(cfg), policies(args, cfg, POLICIES))
     return dict(zip(AXES, values, strict=True))
 
 
@@ -74,7 +72,7 @@ def keep_everything(args: Sequence[str], cfg: RunConfig) -> Option | None:
     """Return the change to a run that recomputes and offloads nothing; None if `cfg` is one, or `args` exclude it."""
     words = ("checkpointing=none",)
     with contextlib.suppress(ConfigError):
-        chosen = _composed(args, words).checkpointing
+        chosen = composed(args, words).checkpointing
         return None if chosen == cfg.checkpointing else _section("checkpointing", words, chosen)
     return None
 
@@ -102,7 +100,7 @@ def machines(args: Sequence[str], cfg: RunConfig) -> list[Option]:
     found: list[tuple[tuple[float, float, float], Option]] = []
     for name in compose.group_choices()["hardware"]:
         words = (f"hardware={name}",)
-        machine = _composed(args, words).hardware
+        machine = composed(args, words).hardware
         if machine.gpu_memory_gib is None or machine == cfg.hardware:
             continue
         gpus = (machine.gpus_per_node or 1) * machine.num_nodes
@@ -126,17 +124,25 @@ def _option(name: str, value: Any) -> Option:
     return Option(name, (f"{name}={value}",), apply)
 
 
-def _composed(args: Sequence[str], words: Sequence[str]) -> RunConfig:
+def composed(args: Sequence[str], words: Sequence[str]) -> RunConfig:
+    """Return the run of `args` with `words` after them. Raises ConfigError."""
     return compose.from_command_line([*args, *words]).run
 
 
-def _policies(args: Sequence[str], cfg: RunConfig, policies: Sequence[str]) -> list[Option | None]:
+def joined(words: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
+    """Return `words` and `more`, without those of `words` whose option `more` sets too."""
+    options = {word.partition("=")[0] for word in more}
+    return (*(word for word in words if word.partition("=")[0] not in options), *more)
+
+
+def policies(args: Sequence[str], cfg: RunConfig, names: Sequence[str]) -> list[Option | None]:
+    """Return the policies of activation checkpointing in `names` and the present one, None, as in `same_training`."""
     found: list[Option | None] = []
     known = []
-    for name in policies:
+    for name in names:
         words = tuple(f"checkpointing={name}".split())
         try:
-            chosen = _composed(args, words).checkpointing
+            chosen = composed(args, words).checkpointing
         except ConfigError:  # `args` set an option that only the present policy reads
             continue
         if chosen in known:  # `args` say already that values may move
@@ -253,7 +259,7 @@ def _adapters(args: Sequence[str], cfg: RunConfig) -> list[Option]:
     for name in compose.group_choices()["peft"]:
         words = (f"peft={name}",)
         try:
-            chosen = _composed(args, words).peft
+            chosen = composed(args, words).peft
         except ConfigError:
             continue
         if chosen.method not in (PeftMethod.none, cfg.peft.method):

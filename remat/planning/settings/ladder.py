@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from remat.config import compose
 from remat.config.options import ConfigError, RunConfig, StorageDtype
 from remat.planning.plan import Planned, Recordings, make_plan
 from remat.planning.settings import search
+from remat.planning.settings.choices import composed, joined
 from remat.planning.settings.screening import NO_ACTIVATIONS, Screen
 
 GRANULE = 1024  # tokens: lengths are multiples of it
@@ -42,7 +42,7 @@ class Rung:
     seq_len: int
     planned: Planned | None
     bound_by: str
-    helps: bool
+    helps: bool = False
 
 
 def climb(
@@ -54,7 +54,7 @@ def climb(
 
     `progress` gets the number of rungs done and of all. Raises ConfigError if the machine's speed or memory is unknown.
     """
-    cfg = _compose(args, BASE)
+    cfg = composed(args, BASE)
     if reason := search.explain_no_search(cfg):
         raise ConfigError(f"--ladder: {reason}")
     rungs = list(steps(cfg))
@@ -66,26 +66,16 @@ def climb(
             continue
         rung = _Search(args, joined(taken, words), recordings).longest(name, length)
         helps = rung.seq_len > max((earlier.seq_len for earlier in found), default=0)
-        found.append(Rung(rung.name, rung.overrides, rung.seq_len, rung.planned, rung.bound_by, helps))
+        found.append(replace(rung, helps=helps))
         if helps:
             taken, length = joined(taken, words), rung.seq_len
     progress(len(rungs), len(rungs))
     return found
 
 
-def _compose(args: Sequence[str], words: Sequence[str]) -> RunConfig:
-    return compose.from_command_line([*args, *words]).run
-
-
-def joined(words: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
-    """Return `words` and `more`, without those of `words` whose option `more` sets too."""
-    options = {word.partition("=")[0] for word in more}
-    return (*(word for word in words if word.partition("=")[0] not in options), *more)
-
-
 def _is_so_already(args: Sequence[str], taken: Sequence[str], words: Sequence[str]) -> bool:
     try:
-        return _compose(args, joined(taken, words)) == _compose(args, taken)
+        return composed(args, joined(taken, words)) == composed(args, taken)
     except ConfigError:  # the search of this rung reports it
         return False
 
@@ -128,9 +118,9 @@ class _Search:
             planned = make_plan(self._run(length), recordings=self._recordings)
             if planned.plan.fits:
                 bound_by = self._why_no_longer(length) or search.fullest(planned)
-                return Rung(name, self._all_words(length), length, planned, bound_by, helps=True)
+                return Rung(name, self._all_words(length), length, planned, bound_by)
             limit *= min(SMALLER, 1 / search.excess(planned))
-        return Rung(name, self._words, 0, None, self._why_no_longer(0), helps=False)
+        return Rung(name, self._words, 0, None, self._why_no_longer(0))
 
     def _excess(self, length: int) -> float:
         """Return bytes needed over bytes found at a length; infinite where it is refused."""
@@ -151,7 +141,7 @@ class _Search:
         return self._why[min(longer)] if longer else ""
 
     def _run(self, length: int) -> RunConfig:
-        return _compose(self._args, self._all_words(length))
+        return composed(self._args, self._all_words(length))
 
     def _all_words(self, length: int) -> tuple[str, ...]:
         return joined(self._words, (f"train.seq_len={length}",))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from remat.config import compose, ds_config
+from remat.config import ds_config
 from remat.config.options import ConfigError, OptimStates, RunConfig
 from remat.config.units import GIB
 from remat.planning.plan import GPU_MEMORY, Planned, Recordings, Resource, needed_bytes
+from remat.planning.settings.choices import composed, joined
 from remat.planning.settings.screening import NO_ACTIVATIONS, Screen
 
 SHRINKS_BELOW = 0.995  # share of the bytes without the remedy: a remedy that leaves more does not help
@@ -45,26 +45,14 @@ class Found:
     changes_training: bool
     fits: bool
     text: str
-    missing_bytes: dict[str, int] = field(default_factory=dict)
-
-    def record(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
-        return {
-            "name": self.name,
-            "overrides": self.overrides,
-            "changes_training": self.changes_training,
-            "fits": self.fits,
-            "text": self.text,
-            "missing_bytes": self.missing_bytes,
-        }
+    missing_bytes: dict[str, int]
 
 
 def _optimizer_offload(planned: Planned) -> Sequence[str] | None:
     if ds_config.optimizer_offload_device(planned.strategy.ds):
         return None
-    return (
-        f"deepspeed.config={'zero3_offload_optimizer' if planned.strategy.zero_stage == 3 else 'zero2_offload'}",
-    )
+    name = "zero3_offload_optimizer" if planned.strategy.zero_stage == 3 else "zero2_offload"
+    return (f"deepspeed.config={name}",)
 
 
 def _parameter_offload(planned: Planned) -> Sequence[str] | None:
@@ -159,7 +147,7 @@ def _try(remedy: Remedy, args: Sequence[str], planned: Planned, screen: Screen) 
         return _say(remedy, [], "the run has it already")
     overrides = list(words)
     try:
-        cfg = compose.from_command_line([*args, *overrides]).run
+        cfg = composed(args, overrides)
         if _same(cfg, planned.cfg):
             return _say(remedy, overrides, "the run has it already")
         found = _judge(remedy, overrides, planned, screen.estimate(cfg))
@@ -176,10 +164,9 @@ def _try_with(
     more: Sequence[str], remedy: Remedy, args: Sequence[str], overrides: Sequence[str], screen: Screen
 ) -> Found | None:
     """Return the result of a remedy together with the overrides in `more`; None if they are refused."""
-    options = {word.partition("=")[0] for word in more}
-    both = [*(word for word in overrides if word.partition("=")[0] not in options), *more]
+    both = list(joined(overrides, more))
     try:
-        after = screen.estimate(compose.from_command_line([*args, *both]).run)
+        after = screen.estimate(composed(args, both))
     except ConfigError:
         return None
     together = " ".join(more)

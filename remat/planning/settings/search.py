@@ -11,10 +11,9 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from remat.config import compose
 from remat.config.options import ConfigError, Policy, RunConfig
 from remat.config.units import format_size
 from remat.machine import gpus
@@ -110,8 +109,7 @@ def _missing(setting: Setting) -> str:
 class Search:
     """A search for other settings of the run `cfg`, which `args` compose to.
 
-    `progress` is called with the number of settings looked at and the number of all. The search tries `policies` and
-    the present policy.
+    `progress` is called with the number of settings looked at and the number of all.
     """
 
     def __init__(
@@ -120,14 +118,12 @@ class Search:
         cfg: RunConfig,
         recordings: Recordings,
         progress: Callable[[int, int], None] = lambda done, total: None,
-        *,
-        policies: Sequence[str] = choices.POLICIES,
     ) -> None:
         self._args, self._recordings, self._progress = list(args), recordings, progress
         self._cfg = cfg
-        self._axes = choices.same_training(self._args, self._cfg, policies)
-        self._in_slices = choices.same_training(self._args, self._cfg, (choices.IN_SLICES,))["checkpointing"]
-        self._keeping = choices.keep_everything(self._args, self._cfg)
+        self._axes = choices.same_training(args, cfg)
+        self._in_slices = choices.policies(args, cfg, (choices.IN_SLICES,))
+        self._keeping = choices.keep_everything(args, cfg)
         self._screen = Screen(recordings)
         self._estimates: dict[Candidate, Planned | None] = {}
         self.look_until = self.plan_until = math.inf  # times by time.process_time()
@@ -187,7 +183,7 @@ class Search:
     def plan(self, overrides: list[str]) -> Setting | None:
         """Plan the run with `overrides`; return None if they are refused."""
         try:
-            cfg = compose.from_command_line([*self._args, *overrides]).run
+            cfg = choices.composed(self._args, overrides)
             made = make_plan(cfg, recordings=self._recordings, until=self.plan_until)
         except ConfigError:
             return None
@@ -474,7 +470,7 @@ def advice_as_json(advice: Advice) -> dict[str, Any]:
     return {
         "advice": [setting_as_json(change) for change in advice.changes],
         "closest": setting_as_json(advice.closest) if advice.closest else None,
-        "remedies": [found.record() for found in advice.remedies],
+        "remedies": [asdict(found) for found in advice.remedies],
         "advice_stopped": advice.stopped,
     }
 
