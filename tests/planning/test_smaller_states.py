@@ -67,7 +67,7 @@ SHORT = [  # 60 M parameters on a GPU and a host that hold 16-bit states of it, 
 def test_advice_names_smaller_states_as_other_training_where_nothing_else_fits() -> None:
     made = make_plan(compose.from_command_line(SHORT).run)
     assert made.plan.verdict is Verdict.too_large
-    found = search.advise(SHORT, made).changes[:2]
+    found = search.advise(SHORT, made, recordings=Recordings()).changes[:2]
     assert [change.overrides for change in found] == [["optim.name=adamw_8bit"], ["optim.states=bf16"]]
     assert all(change.changes_training and change.planned.plan.fits for change in found)
 

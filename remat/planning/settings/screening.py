@@ -81,14 +81,15 @@ class Screen:
 
         def at(dropped: int, moved: int = 0) -> Planned:
             share = max(0.0, 1 - (dropped - moved) / max(1, droppable))
+            between = _between(least, most, tables.time_saved(min(1.0, share)))
             between = replace(
-                _between(least, most, tables.time_saved(min(1.0, share))),
+                between,
                 forward_peak=_less(most.forward_peak, dropped),
                 backward_peak=_less(most.backward_peak, dropped),
+                host_bytes=between.host_bytes + moved,
                 moved_bytes=moved,
             )
-            with_host = replace(between, host_bytes=between.host_bytes + moved)
-            return plan.estimate(cfg, decided, with_host, world_size=ranks)
+            return plan.estimate(cfg, decided, between, world_size=ranks)
 
         keeping_all = at(0)
         beyond = plan.needed_bytes(keeping_all, plan.GPU_MEMORY) - limit
@@ -139,14 +140,9 @@ def _less(moment: Moment, dropped_bytes: int) -> Moment:
     return replace(moment, total_bytes=moment.total_bytes - kept + left, by_category=by_category)
 
 
-def _nothing(phase: Phase) -> Moment:
-    empty: Mapping[Category, int] = {}
-    return Moment(0, empty, phase, None, "nothing")
-
-
 NO_ACTIVATIONS = Simulation(
-    forward_peak=_nothing(Phase.forward),
-    backward_peak=_nothing(Phase.backward),
+    forward_peak=Moment(0, {}, Phase.forward, None, "nothing"),
+    backward_peak=Moment(0, {}, Phase.backward, None, "nothing"),
     kept_bytes=[],
     host_bytes=0,
     flops=dict.fromkeys(Phase, 0),

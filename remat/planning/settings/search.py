@@ -384,8 +384,8 @@ def fullest(planned: Planned) -> str:
 
 
 def _shares(planned: Planned) -> dict[str, float]:
-    found = {r.name: (r.needed_bytes, r.found_bytes) for r in planned.plan.resources}
-    return {name: needed / max(1, size) for name, (needed, size) in found.items() if size is not None}
+    resources = planned.plan.resources
+    return {r.name: r.needed_bytes / max(1, r.found_bytes) for r in resources if r.found_bytes is not None}
 
 
 @dataclass(frozen=True)
@@ -408,7 +408,7 @@ def advise(
     planned: Planned,
     *,
     limit: int = 3,
-    recordings: Recordings | None = None,
+    recordings: Recordings,
     progress: Callable[[int, int], None] = lambda done, total: None,
     limit_s: float = math.inf,
 ) -> Advice:
@@ -423,14 +423,15 @@ def advise(
     length and of the adapters that is enough, with what else it needs; then the smallest machine of conf/hardware that
     holds the run unchanged.
     """
-    began, known = time.process_time(), recordings or Recordings()
-    if planned.plan.fits:
-        search = Search(args, planned.cfg, known, progress)
-        search.look_until, search.plan_until = began + LOOK_SHARE * limit_s, began + PLAN_SHARE * limit_s
-        return Advice(_faster(search, planned, limit), None, stopped=search.stopped)
-    told = remedies.look_at(args, planned, known, until=began + REMEDIES_SHARE * limit_s, progress=progress)
-    search = Search(args, planned.cfg, known, progress)
+    began = time.process_time()
+    told: list[remedies.Found] = []
+    if not planned.plan.fits:
+        until = began + REMEDIES_SHARE * limit_s
+        told = remedies.look_at(args, planned, recordings, until=until, progress=progress)
+    search = Search(args, planned.cfg, recordings, progress)
     search.look_until, search.plan_until = began + LOOK_SHARE * limit_s, began + PLAN_SHARE * limit_s
+    if planned.plan.fits:
+        return Advice(_faster(search, planned, limit), None, stopped=search.stopped)
     changes = search.fastest(limit)
     search.look_until = began + CHANGES_SHARE * limit_s
     smaller = [] if changes else choices.smaller_states(planned.cfg)
