@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,25 +49,12 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The peak memory of a launch: `counted_bytes` was measured, `planned_bytes` was planned for the same moment.
-
-    `peak_bytes` is higher where the optimizer step needs more (`in_update`). On CPUs that excess is planned, not
-    measured.
-    """
-
-    peak_bytes: int | None
-    counted_bytes: int | None
-    planned_bytes: int | None
-    how: str
-    in_update: bool = False
-
-
-@dataclass(frozen=True)
 class Measured:
     """Bytes of the rank with the most, times in seconds per steady step, losses in nats per token; None is unknown.
 
-    `steps` has the seconds of each steady step: in all, and for data, forward, backward and optimizer.
+    `counted_bytes` is the measured peak, `counted_planned_bytes` was planned for the same moment. `peak_bytes` is
+    higher where the optimizer step needs more (`peak_in_update`): on CPUs that excess is planned, not measured. `steps`
+    has the seconds of each steady step: in all, and for data, forward, backward and optimizer.
     """
 
     peak_bytes: int | None = None
@@ -124,22 +111,17 @@ def read(folder: Path) -> Measured:
     ledger, plan, proof = (_json(folder / name) for name in ("ledger.json", "plan.json", "proof.json"))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figures = {row["category"]: (_plain(row, "planned"), _plain(row, "measured")) for row in ledger["rows"]}
-    steady, first = _steady(rows, proof["zero_stage"], _accumulated(folder))
+    accumulated = int(_json(folder / "ds_config.json")["gradient_accumulation_steps"])
+    steady, first = _steady(rows, proof["zero_stage"], accumulated)
     evals = [row[LOSS_EVAL] for row in rows if LOSS_EVAL in row]
-    peak = _peak(figures, plan, rows, proof["zero_stage"])
-    held = _held(figures)
-    return Measured(
-        peak_bytes=peak.peak_bytes,
-        counted_bytes=peak.counted_bytes,
-        counted_planned_bytes=peak.planned_bytes,
-        peak_in_update=peak.in_update,
-        peak_how=peak.how,
+    return replace(
+        _peak(figures, plan, rows, proof["zero_stage"]),
         kept_bytes=_whole(figures[KEPT][1]),
         kept_planned_bytes=_whole(figures[KEPT][0]),
         kept_bytes_per_layer=ledger["kept_bytes_per_layer"]["measured"] or [],
         moved_bytes=sum(layer["moved_bytes"] // max(1, layer["forwards"]) for layer in proof["layers"]),
         micro_batch_bytes=_whole(figures[MICRO_BATCH][1]),
-        states_bytes=held,
+        states_bytes=_held(figures),
         off_gpu_bytes=sum(_off_gpu(plan).values()),
         recomputed_percent=figures[RECOMPUTED][1],
         steps={name: [row[phase_s(name)] for row in steady] for name in TIMES},
@@ -157,12 +139,14 @@ def _peak(
     plan: Mapping[str, Any],
     rows: list[dict[str, float]],
     zero_stage: int,
-) -> Peak:
+) -> Measured:
+    """Return the fields of the peak."""
     planned = plan["planned"] or {}
     if plan["device"] == "cuda":
         peaks = [row[GPU_ALLOCATED_PEAK_GIB] for row in rows if GPU_ALLOCATED_PEAK_GIB in row]
         highest = _whole(GIB * max(peaks)) if peaks else None
-        return Peak(highest, highest, planned.get("gpu_allocated_peak_bytes"), PEAK_CUDA)
+        expected = planned.get("gpu_allocated_peak_bytes")
+        return Measured(highest, highest, expected, peak_how=PEAK_CUDA)
     counted = _counted(figures, plan, zero_stage)
     states = sum(
         item["bytes_per_rank"]
@@ -172,8 +156,8 @@ def _peak(
     expected = states + planned["micro_batch_peak_bytes"] if planned else None
     update = planned["gpu_allocated_peak_bytes"] if planned and planned["peak"]["phase"] == UPDATE else 0
     if counted is not None and update > counted:
-        return Peak(update, counted, expected, PEAK_CPU, in_update=True)
-    return Peak(counted, counted, expected, PEAK_CPU)
+        return Measured(update, counted, expected, peak_in_update=True, peak_how=PEAK_CPU)
+    return Measured(counted, counted, expected, peak_how=PEAK_CPU)
 
 
 def _counted(
@@ -232,10 +216,6 @@ def _steady(
     timed = [row for row in rows if STEP_S in row]
     before = [0.0, *(row["step"] for row in timed)]  # a row's times are means since the row before
     return [row for row, since in zip(timed, before, strict=False) if since >= watched], watched + 1
-
-
-def _accumulated(folder: Path) -> int:
-    return int(_json(folder / "ds_config.json")["gradient_accumulation_steps"])
 
 
 def _plain(row: Mapping[str, Any], side: str) -> float | None:
