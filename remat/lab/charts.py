@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import Bbox
 
-from remat.config.units import GIB, MIB
+from remat.lab import table
 from remat.lab.experiment import Experiment
 from remat.lab.figures import Row
 from remat.planning.sweep import is_dominated
@@ -100,7 +100,7 @@ def _png(make: Callable[[Sequence[Row], Theme], Figure], rows: Sequence[Row], th
 
 
 def _panels(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure:
-    names = [_wrapped(row.name) for row in rows]
+    names = ["\n".join(textwrap.wrap(row.name, LABEL_WIDTH, max_lines=3, placeholder=" ...")) for row in rows]
     bars = 1.1 + sum(0.24 + 0.15 * (name.count("\n") + 1) for name in names)
     legend = [textwrap.shorten(row.name, 70) for row in rows if row.loss]
     columns = max(1, min(5, 150 // (max(map(len, legend), default=1) + 12)))
@@ -120,14 +120,9 @@ def _panels(experiment: Experiment, rows: Sequence[Row], theme: Theme) -> Figure
     return figure
 
 
-def _wrapped(name: str) -> str:
-    """Wrap a name to at most three lines."""
-    return "\n".join(textwrap.wrap(name, LABEL_WIDTH, max_lines=3, placeholder=" ..."))
-
-
 def _heading(experiment: Experiment) -> str:
-    text = f"{experiment.title}, {experiment.ranks} rank{'s' * (experiment.ranks != 1)} on {experiment.device}"
-    return "\n".join(textwrap.wrap(text + (": reduced size" if experiment.reduction else ""), 120))
+    text = f"{experiment.title}, {experiment.where}" + ": reduced size" * bool(experiment.reduction)
+    return "\n".join(textwrap.wrap(text, 120))
 
 
 def _line(place: int, theme: Theme) -> dict[str, Any]:
@@ -155,7 +150,7 @@ def _losses(axes: Axes, rows: Sequence[Row], styles: dict[str, dict[str, Any]]) 
 
 def _bars(axes: Axes, rows: Sequence[Row], styles: dict[str, dict[str, Any]], theme: Theme, *, of: str) -> None:
     """Draw a bar for each point; a point without a figure shows its status in words."""
-    scale, unit = _scale(rows) if of == "memory" else (1, "s")
+    unit, scale = table.unit(rows) if of == "memory" else ("s", 1)
     values = [_value(row, of) for row in rows]
     longest = max((value / scale for value in values if value is not None), default=1.0)
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
@@ -200,11 +195,6 @@ def _beside(row: Row, size: float, of: str) -> str:
     return f"{size:.3g}{times}"
 
 
-def _scale(rows: Sequence[Row]) -> tuple[int, str]:
-    largest = max((row.peak_bytes or 0 for row in rows), default=0)
-    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
-
-
 def _trade(
     axes: Axes, experiment: Experiment, rows: Sequence[Row], styles: dict[str, dict[str, Any]], theme: Theme
 ) -> None:
@@ -225,17 +215,7 @@ def _trade(
     for row, saved, slower in found:
         assert row.ratio is not None
         low, high = 100 * (row.ratio.low - 1), 100 * (row.ratio.high - 1)
-        look = styles[row.name]
-        axes.errorbar(
-            [saved],
-            [slower],
-            yerr=[[slower - low], [high - slower]],
-            color=look["color"],
-            marker=look["marker"],
-            markersize=8,
-            elinewidth=1,
-            linestyle="",
-        )
+        _point(axes, (saved, slower), (low, high), styles[row.name], markersize=8)
     axes.margins(0.14)
     if max(abs(saved) for _, saved, _ in found) < 1:  # nothing saved: do not zoom in on fractions of a percent
         axes.set_xlim(-20, 20)
@@ -245,11 +225,28 @@ def _trade(
     axes.yaxis.set_major_formatter(percent)
 
 
+def _point(
+    axes: Axes, at: tuple[float, float], spread: tuple[float, float], look: dict[str, Any], **more: Any
+) -> None:
+    """Draw a point at (x, y) with a line from the lowest to the highest y of its spread."""
+    (x, y), (low, high) = at, spread
+    axes.errorbar(
+        [x],
+        [y],
+        yerr=[[y - low], [high - y]],
+        color=look["color"],
+        marker=look["marker"],
+        elinewidth=1,
+        linestyle="",
+        **more,
+    )
+
+
 def _pareto(rows: Sequence[Row], theme: Theme) -> Figure:
     """Draw memory against time. Points are numbered and explained beside the picture, so names of any length fit."""
     best = [front for front in fronts(rows) if front]
     timed = [row for row in rows if row.step and row.peak_bytes is not None]
-    scale, unit = _scale(rows)
+    unit, scale = table.unit(rows)
     key, lines = _key(rows, {row.name for front in best for row in front}, scale, unit)
     figure = Figure(figsize=(1.35 * WIDTH_IN, 4.6 + 0.175 * lines), layout="constrained")
     axes, words = figure.subplots(2, 1, height_ratios=(4.6, 0.175 * lines))
@@ -260,19 +257,8 @@ def _pareto(rows: Sequence[Row], theme: Theme) -> Figure:
     places = {row.name: (_cost(row)[0] / scale, _cost(row)[1]) for row in timed}
     for row in timed:
         assert row.step is not None
-        x, y = places[row.name]
         look = _line(numbers[row.name] - 1, theme)
-        axes.errorbar(
-            [x],
-            [y],
-            yerr=[[y - row.step.low], [row.step.high - y]],
-            color=look["color"],
-            marker=look["marker"],
-            markersize=9,
-            elinewidth=1,
-            linestyle="",
-            zorder=3,
-        )
+        _point(axes, places[row.name], (row.step.low, row.step.high), look, markersize=9, zorder=3)
     axes.set_title("Memory and time; the line joins the Pareto front")
     axes.set_xlabel(f"peak memory of a rank, {unit}")
     axes.set_ylabel("seconds per step, median and quartiles")

@@ -107,6 +107,11 @@ class Experiment:
     ranks: int
     tradeoff: str
 
+    @property
+    def where(self) -> str:
+        """Return for example `2 ranks on cpu`."""
+        return f"{self.ranks} rank{'s' * (self.ranks != 1)} on {self.device}"
+
 
 def names(folders: Sequence[Path] = ()) -> dict[str, Path]:
     """Return every named experiment with its file. A file in the user's folders replaces a shipped one."""
@@ -281,9 +286,8 @@ def _points(
             raise ConfigError(f"{taken[0]}: remat compare chooses where each run lands; leave it out")
         made.append(Point(name, slug(name), tuple(merged([*own, *sized])), (*search, *words), ""))
     for key in ("name", "slug"):
-        twice = [
-            name for name in (getattr(p, key) for p in made) if [getattr(p, key) for p in made].count(name) > 1
-        ]
+        called = [getattr(point, key) for point in made]
+        twice = [name for name in called if called.count(name) > 1]
         if twice:
             raise ConfigError(f"remat compare: two points are called {twice[0]}; give each a name of its own")
     return tuple(replace(point, baseline=_baseline(point, made, baseline)) for point in made)
@@ -291,14 +295,13 @@ def _points(
 
 def _baseline(point: Point, points: Sequence[Point], baseline: str) -> str:
     """Return the name of the point that `point` is measured against."""
+    known = [p.name for p in points]
     if not baseline:
-        return points[0].name
-    if "=" not in baseline or baseline in {p.name for p in points}:
-        if baseline not in {p.name for p in points}:
-            raise ConfigError(
-                f"baseline={baseline}: no such point; points: {'; '.join(p.name for p in points)}"
-            )
+        return known[0]
+    if baseline in known:
         return baseline
+    if "=" not in baseline:
+        raise ConfigError(f"baseline={baseline}: no such point; points: {'; '.join(known)}")
     option = baseline.partition("=")[0]
 
     def rest(words: Sequence[str]) -> set[str]:

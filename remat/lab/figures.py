@@ -19,6 +19,7 @@ from remat.lab.measure import (
     NOT_LAUNCHED,
     OUT_OF_MEMORY,
     REFUSED,
+    TIMES,
     Measured,
 )
 
@@ -239,7 +240,7 @@ def _flat(result: Result) -> dict[str, Any]:
         "micro_batch_bytes": measured.micro_batch_bytes,
         "states_bytes": sum(measured.states_bytes.values()) if result.measured else None,
         "recomputed_percent": measured.recomputed_percent,
-        **{f"{name}_s": medians.get(name) for name in ("step", "data", "forward", "backward", "optimizer")},
+        **{f"{name}_s": medians.get(name) for name in TIMES},
         "steady_steps": len(measured.tokens_per_s),
         "tokens_per_s": rate.median if rate else None,
         "loss": measured.loss[-1][1] if measured.loss else None,

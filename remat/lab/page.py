@@ -10,10 +10,9 @@ from remat.config.redact import redact_text
 from remat.lab import table
 from remat.lab.experiment import Experiment
 from remat.lab.figures import Row
+from remat.lab.measure import TIMES
 from remat.report.page import Page, Picture, Table
 from remat.report.page import render as render_page
-
-PHASES = ("step", "data", "forward", "backward", "optimizer")
 
 
 def render(
@@ -38,9 +37,8 @@ def render(
 
 def _subtitle(content: Mapping[str, Any], experiment: Experiment) -> str:
     claims = f"claims {', '.join(experiment.claims)}, " if experiment.claims else ""
-    ranks = f"{experiment.ranks} rank{'s' * (experiment.ranks != 1)}"
     started = content["env"].get("started", "")[:10]
-    return f"{experiment.name}, {claims}{ranks} on {experiment.device}, {experiment.repeats} x each, {started}"
+    return f"{experiment.name}, {claims}{experiment.where}, {experiment.repeats} x each, {started}"
 
 
 def _facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -111,11 +109,11 @@ def _states(rows: Sequence[Row]) -> Table:
 
 def _times(rows: Sequence[Row]) -> Table:
     cells = [
-        (row.name, *(f"{row.times[phase].median:.3g}" for phase in PHASES), str(row.step.count))
+        (row.name, *(f"{row.times[name].median:.3g}" for name in TIMES), str(row.step.count))
         for row in rows
         if row.step
     ]
-    return Table("Seconds of a step, medians", ("", *PHASES, "steps"), cells, wide=True)
+    return Table("Seconds of a step, medians", ("", *TIMES, "steps"), cells, wide=True)
 
 
 def _plan(rows: Sequence[Row]) -> Table:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from remat.config.redact import redact
+from remat.lab.measure import TIMES
 from remat.report import run_dir
 
 POINTS, ENVIRONMENTS = "points.csv", "environments.json"
@@ -32,13 +33,7 @@ PLAIN = (
     "recomputed_percent",
     "eval_loss",
 )
-PHASES = ("step", "data", "forward", "backward", "optimizer")
-ABOUT = ("reduction", "ranks", "repeats", "peak_how", "first_steady_step")
-
-
-def name_machine(content: Mapping[str, Any]) -> str:
-    """Return the kind of machine, `cpu` or `gpu`."""
-    return "cpu" if content["device"] == "cpu" else "gpu"
+ABOUT = ("reduction", "ranks", "repeats", "peak_how", "first_steady_step")  # beside versions and machine
 
 
 def add(folder: Path, content: Mapping[str, Any]) -> list[Path]:
@@ -49,7 +44,7 @@ def add(folder: Path, content: Mapping[str, Any]) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     content = redact(content)
     points, environments = folder / POINTS, folder / ENVIRONMENTS
-    mine = {"experiment": content["name"], "machine": name_machine(content)}
+    mine = {"experiment": content["name"], "machine": "cpu" if content["device"] == "cpu" else "gpu"}
     others = [row for row in read_points(folder) if any(row[key] != value for key, value in mine.items())]
     rows = [*others, *(mine | flatten(point) for point in content["points"])]
     rows.sort(key=lambda row: (row["experiment"], row["machine"]))
@@ -58,7 +53,8 @@ def add(folder: Path, content: Mapping[str, Any]) -> list[Path]:
         writer.writeheader()
         writer.writerows(rows)
     known = json.loads(environments.read_text()) if environments.exists() else {}
-    known[f"{mine['experiment']}-{mine['machine']}"] = describe_environment(content)
+    environment = {key: content[key] for key in ABOUT} | content["env"] | content["hardware"]
+    known[f"{mine['experiment']}-{mine['machine']}"] = environment
     run_dir.write_json(environments, dict(sorted(known.items())))
     return [points, environments]
 
@@ -81,7 +77,7 @@ def flatten(point: Mapping[str, Any]) -> dict[str, Any]:
         "baseline": point["baseline"],
         **{key: point[key] for key in PLAIN},
         "states_bytes": sum(point["states_bytes"].values()) or None,
-        **{f"{phase}_s": times.get(phase, {}).get("median") for phase in PHASES},
+        **{f"{name}_s": times.get(name, {}).get("median") for name in TIMES},
         "steady_steps": times.get("step", {}).get("count"),
         "ratio": ratio.get("median"),
         "ratio_low": ratio.get("low"),
@@ -90,8 +86,3 @@ def flatten(point: Mapping[str, Any]) -> dict[str, Any]:
         "losses": " ".join(str(loss) for _, loss in point["loss"]),
         "command": point["command"],
     }
-
-
-def describe_environment(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ranks, repeats and reduction of an experiment, versions, commit, date and machine."""
-    return {**{key: content[key] for key in ABOUT}, **content["env"], **content["hardware"]}

@@ -42,19 +42,17 @@ def show(experiment: Experiment, rows: Sequence[Row], console: Console) -> None:
 
 
 def title(experiment: Experiment) -> str:
-    ranks = f"{experiment.ranks} rank{'s' * (experiment.ranks != 1)}"
-    return (
-        f"{experiment.name}: {experiment.title} ({ranks} on {experiment.device}, {experiment.repeats} x each)"
-    )
+    return f"{experiment.name}: {experiment.title} ({experiment.where}, {experiment.repeats} x each)"
 
 
 def headings(rows: Sequence[Row]) -> list[str]:
-    """Return the headings. The unit of bytes is GiB where a peak is that large, else MiB."""
+    """Return the headings, with the unit of bytes."""
     name, _ = unit(rows)
     return [f"{text}, {name}" if text in ("peak memory", "kept activations") else text for text in HEADINGS]
 
 
 def unit(rows: Sequence[Row]) -> tuple[str, int]:
+    """Return the unit of bytes and its size: GiB where a peak is that large, else MiB."""
     return ("GiB", GIB) if max((row.peak_bytes or 0 for row in rows), default=0) >= GIB else ("MiB", MIB)
 
 
