@@ -12,10 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from remat.config import command_line, compose
 from remat.config.units import GIB
 from remat.machine.host_memory import host_memory
 from remat.machine.start_up import available_cores
+from remat.report import run_dir
 
 FORMAT = 2  # version of stored results: raise it when what is measured changes
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -32,10 +35,6 @@ class Place:
 
 def here(ranks: int) -> Place:
     """Return this machine, with the threads that each rank will have."""
-    import torch
-
-    from remat.report import run_dir
-
     gpus = torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR") != "cpu" else 0
     hardware: dict[str, Any] = {
         "cpu": run_dir.cpu_name(),

@@ -152,10 +152,6 @@ def _run(command: Sequence[str], logs: Path, place: Place) -> int:
     """
     env = dict(os.environ) | {"OMP_NUM_THREADS": str(place.hardware["threads_per_rank"])}
     libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(processes.PR_SET_PDEATHSIG, signal.SIGTERM)
-
     with (logs / "launch.log").open("w") as log:
         process = subprocess.Popen(
             command,
@@ -164,7 +160,7 @@ def _run(command: Sequence[str], logs: Path, place: Place) -> int:
             stderr=subprocess.STDOUT,
             env=env,
             start_new_session=True,
-            preexec_fn=prepare,
+            preexec_fn=lambda: libc.prctl(processes.PR_SET_PDEATHSIG, signal.SIGTERM),
         )
         try:
             return process.wait()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -18,20 +17,9 @@ from remat.config.options import ConfigError
 from remat.config.units import MIB
 from remat.lab import cache_key, launch
 from remat.lab.cache_key import Place
-from remat.lab.experiment import Experiment, Point
+from remat.lab.experiment import Experiment
 from remat.lab.launch import Result, Slot
 from remat.lab.measure import FAILED, NOT_LAUNCHED, REFUSED
-
-
-class ProgressReport(Protocol):
-    """A reporter of progress: `begins` is called before a launch, `ended` after it."""
-
-    def begins(self, done: int, slot: Slot, left_s: float | None) -> None: ...
-
-    def ended(self, done: int, result: Result, left_s: float) -> None: ...
-
-
-OpenReport = Callable[[int], AbstractContextManager[ProgressReport]]  # takes the number of launches
 
 
 @dataclass(frozen=True)
@@ -45,11 +33,6 @@ class Outcome:
     def stopped(self) -> bool:
         """Return whether Ctrl-C stopped the experiment before every point was launched."""
         return any(result.status == NOT_LAUNCHED for result in self.results)
-
-
-def order(points: Sequence[Point], repeats: int) -> list[tuple[Point, int]]:
-    """Return (point, repeat) in launch order: all points once, then all again."""
-    return [(point, repeat) for repeat in range(1, repeats + 1) for point in points]
 
 
 def asked_keys(experiment: Experiment, place: Place) -> dict[str, str | ConfigError]:
@@ -73,16 +56,18 @@ def run(
     experiment: Experiment,
     folder: Path,
     place: Place,
-    open_report: OpenReport,
+    open_report: Callable[[int], AbstractContextManager[Lines]],
     *,
     fresh: bool = False,
 ) -> Outcome:
-    """Launch every point that has no stored result, or with `fresh` every point.
+    """Launch every point that has no stored result, or with `fresh` every point. All go once, then all again.
 
-    Points that failed or were refused are launched again; those that did not fit or ran out of memory are not.
+    `open_report` takes the number of launches. Points that failed or were refused are launched again; those that did
+    not fit or ran out of memory are not.
     """
     asked = asked_keys(experiment, place)
-    turns = [Slot(folder, point, repeat) for point, repeat in order(experiment.points, experiment.repeats)]
+    repeats = range(1, experiment.repeats + 1)
+    turns = [Slot(folder, point, repeat) for repeat in repeats for point in experiment.points]
     known: dict[Slot, Result] = {}
     for slot in turns:
         answer = asked[slot.point.name]
@@ -138,25 +123,26 @@ class _Seconds:
 
 
 class Lines:
-    """A reporter that prints one line at the end of each launch."""
+    """A reporter of progress that prints one line at the end of each launch."""
 
     def __init__(self, total: int, say: Callable[[str], None]) -> None:
         self._total, self._say = total, say
 
     def begins(self, done: int, slot: Slot, left_s: float | None) -> None:
-        pass
+        """Take note that a launch begins."""
 
     def ended(self, done: int, result: Result, left_s: float) -> None:
+        """Take note that a launch has ended."""
         left = f", about {clock(left_s)} left" if done < self._total else ""
         self._say(f"[{done}/{self._total}] {in_a_line(result)} ({result.seconds:.0f} s{left})")
 
 
-class Bar:
+class Bar(Lines):
     """A reporter with a bar and the time left, below the lines."""
 
     def __init__(self, total: int, progress: Progress) -> None:
+        super().__init__(total, lambda text: progress.console.print(text, highlight=False))
         self._progress = progress
-        self._lines = Lines(total, lambda text: progress.console.print(text, highlight=False))
         self._task = progress.add_task("", total=total, left="", what="")
 
     def begins(self, done: int, slot: Slot, left_s: float | None) -> None:
@@ -164,12 +150,12 @@ class Bar:
         self._progress.update(self._task, completed=done, left=left, what=f"{slot.point.name}, {slot.run_id}")
 
     def ended(self, done: int, result: Result, left_s: float) -> None:
-        self._lines.ended(done, result, left_s)
+        super().ended(done, result, left_s)
         self._progress.update(self._task, completed=done, what="")
 
 
 @contextmanager
-def on_terminal(total: int, console: Console) -> Iterator[ProgressReport]:
+def on_terminal(total: int, console: Console) -> Iterator[Lines]:
     """Return a reporter: a bar on a terminal, plain lines elsewhere."""
     if not total or not console.is_terminal:
         yield Lines(total, lambda text: print(text, file=sys.stderr, flush=True))

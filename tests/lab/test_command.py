@@ -234,7 +234,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def silent(total: int) -> Iterator[schedule.ProgressReport]:
+def silent(total: int) -> Iterator[schedule.Lines]:
     yield schedule.Lines(total, lambda text: None)
 
 
@@ -344,7 +344,7 @@ def test_how_long_the_rest_takes(launches: Launches, tmp_path: Path) -> None:
     made, said = experiment.written(WORDS, "cpu"), list[str]()
 
     @contextmanager
-    def heard(total: int) -> Iterator[schedule.ProgressReport]:
+    def heard(total: int) -> Iterator[schedule.Lines]:
         yield schedule.Lines(total, said.append)
 
     schedule.run(made, tmp_path, CPU, heard)
