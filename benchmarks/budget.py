@@ -27,6 +27,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -298,13 +299,9 @@ class Rates(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter() if self.device.type == "cuda" else time.thread_time()
+        started = self._now()
         result = func(*args, **kwargs)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        spent = (time.perf_counter() if self.device.type == "cuda" else time.thread_time()) - started
+        spent = self._now() - started
         if getattr(func, "is_view", False):
             return result
         formula = flop_formula(func)
@@ -316,21 +313,26 @@ class Rates(TorchDispatchMode):
         self.amounts[kind] += amount * (0.5 if attention else 1)  # half of the square is masked
         return result
 
+    def _now(self) -> float:
+        if self.device.type == "cpu":
+            return time.thread_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
-class dropped_gradients:
+
+@contextmanager
+def dropped_gradients(net: Any) -> Iterator[None]:
     """Drop each gradient as soon as it is whole."""
 
-    def __init__(self, net: Any) -> None:
-        self.weights = [weight for weight in net.parameters() if weight.requires_grad]
+    def drop(weight: torch.Tensor) -> None:
+        weight.grad = None
 
-    def __enter__(self) -> None:
-        def drop(weight: torch.Tensor) -> None:
-            weight.grad = None
-
-        self.handles = [weight.register_post_accumulate_grad_hook(drop) for weight in self.weights]
-
-    def __exit__(self, *_: Any) -> None:
-        for handle in self.handles:
+    weights = [weight for weight in net.parameters() if weight.requires_grad]
+    handles = [weight.register_post_accumulate_grad_hook(drop) for weight in weights]
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
 
 

@@ -131,38 +131,37 @@ def of_the_loss(before: tuple[str, ...], after: tuple[str, ...]) -> list[Rung]:
     ]
 
 
+def ranks_of(device: str) -> int:
+    return RANKS if device == "cpu" else 1
+
+
 def base(device: str, work: Path) -> list[str]:
     """The options that all rungs share: random weights, synthetic tokens, one update, no evaluation, no saves."""
-    ranks = RANKS if device == "cpu" else 1
     shape = [*ON_CPU, f"model.architecture.vocab_size={VOCABULARY}"] if device == "cpu" else LLAMA_1B
     return [
         "recipe=tiny_zero3_offload", "name=long", f"output_dir={work}/runs", *shape, "model.init=random",
         "model.path=null", "model.tokenizer=bytes", "model.architecture.max_position_embeddings=4194304",
         "model.attention=sdpa", "data=synthetic", f"data.cache_dir={work}/data", "data.eval_fraction=0",
         "data.synthetic_blocks=8", "data.packing=stream", "deepspeed.config=zero3", "train.loss=full",
-        f"hardware.gpus_per_node={ranks}", "train.steps=1", "train.log_every=1", "train.eval_every=0",
+        f"hardware.gpus_per_node={ranks_of(device)}", "train.steps=1", "train.log_every=1", "train.eval_every=0",
         "optim.warmup_steps=0", "save.every=0", "save.at_end=false", "save.export=false",
         "tracking=wandb_disabled", "force=true",
     ]  # fmt: skip
 
 
 def overrides(rung: Rung, tokens: int, device: str, work: Path) -> list[str]:
-    ranks = RANKS if device == "cpu" else 1
     sharing = next((int(w.partition("=")[2]) for w in rung.words if "sequence_parallel_size" in w), 1)
     name = "".join(letter if letter.isalnum() else "-" for letter in rung.name)
     return [
         *base(device, work), *rung.words, f"train.seq_len={tokens}",
-        f"train.global_batch_size={ACCUMULATION * ranks // sharing}", f"run_id={name}_{tokens}",
+        f"train.global_batch_size={ACCUMULATION * ranks_of(device) // sharing}", f"run_id={name}_{tokens}",
     ]  # fmt: skip
 
 
 def plan(words: Sequence[str], device: str) -> dict[str, Any]:
     """What the planner says before the run: bytes of a micro-batch beside the model states, and what its peak is."""
-    made = make_plan(
-        compose.compose_run(list(words)).run,
-        world_size=RANKS if device == "cpu" else 1,
-        on_gpu=device == "cuda",
-    )
+    cfg = compose.compose_run(list(words)).run
+    made = make_plan(cfg, world_size=ranks_of(device), on_gpu=device == "cuda")
     peak = made.simulation.peak
     return {
         "planned_bytes": peak.total_bytes,
@@ -173,24 +172,11 @@ def plan(words: Sequence[str], device: str) -> dict[str, Any]:
 
 def run(words: list[str], device: str, work: Path, limit_s: float) -> dict[str, Any]:
     """One launch, and what its ledger says of the peak of a micro-batch."""
-    from tests.support.launcher import deepspeed
-
     run_id = next(word.partition("=")[2] for word in words if word.startswith("run_id="))
-    folder, began = work / "runs" / "long" / run_id, time.monotonic()
+    folder = work / "runs" / "long" / run_id
     shutil.rmtree(folder, ignore_errors=True)
-    if device == "cuda":
-        row = plan_accuracy.launch(words, limit_s, device)
-    else:
-        try:
-            done = deepspeed(*words, ranks=RANKS, timeout_s=limit_s)
-            row = {"status": plan_accuracy.status(done.code, done.out)}
-            row |= {} if done.code == 0 else {"said": done.out[-3000:]}
-        except AssertionError as error:  # it took too long and was ended
-            row = {"status": TIME_OVER, "said": str(error)[-3000:]}
-    return row | {
-        "measured_bytes": measured_bytes(folder / "ledger.json"),
-        "wall_s": round(time.monotonic() - began, 1),
-    }
+    row = plan_accuracy.launch(words, limit_s, device, ranks_of(device))
+    return row | {"measured_bytes": measured_bytes(folder / "ledger.json")}
 
 
 def measured_bytes(ledger: Path) -> int | None:

@@ -219,13 +219,13 @@ def measure(point: Point, args: argparse.Namespace) -> dict[str, Any]:
     return row | read(run_folder) | device | {"commit": commit()}
 
 
-def launch(words: list[str], limit_s: float, device: str) -> dict[str, Any]:
-    """One launch of train.py on one rank, whatever becomes of it: status, exit code, seconds, and what it said."""
+def launch(words: list[str], limit_s: float, device: str, ranks: int = 1) -> dict[str, Any]:
+    """One launch of train.py, whatever becomes of it: status, exit code, seconds, and what it said."""
     from tests.support.launcher import deepspeed
 
     started = time.monotonic()
     try:
-        done = deepspeed(*words, ranks=1, gpus=device == "cuda", timeout_s=limit_s)
+        done = deepspeed(*words, ranks=ranks, gpus=device == "cuda", timeout_s=limit_s)
         code, out, ended = done.code, done.out, status(done.code, done.out)
     except AssertionError as error:  # it took too long and was ended
         code, out, ended = -1, str(error), TIME_OVER

@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import socket
 import statistics
 import sys
 import tempfile
@@ -28,6 +27,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from remat.launch.processes import free_port  # noqa: E402
+
 RESULT = ROOT / "benchmarks" / "results" / "ranks.json"
 HOST = "127.0.0.1"
 CLIENT_PROCESSES = 8
@@ -60,12 +62,6 @@ def main() -> None:
     result["load_average"] = os.getloadavg()
     result["environment"] = environment("cpu")
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 # Threads that talk to the store
