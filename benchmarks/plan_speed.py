@@ -26,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
+    from benchmarks.environment import environment
     from remat.config import compose
 
     rows = []
@@ -46,7 +47,8 @@ def main() -> None:
             flush=True,
         )
     RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({"environment": environment(), "recipes": rows}, indent=2) + "\n")
+    around = environment("cpu") | {"machine": platform.machine(), "load_average": os.getloadavg()}
+    RESULT.write_text(json.dumps({"environment": around, "recipes": rows}, indent=2) + "\n")
 
 
 def planned(recipe: str) -> dict[str, Any]:
@@ -64,25 +66,6 @@ def planned(recipe: str) -> dict[str, Any]:
         "wall_s": round(time.perf_counter() - began, 2),
         "cpu_s": round(used.ru_utime + used.ru_stime, 2),
         "peak_rss_bytes": used.ru_maxrss * 1024,
-    }
-
-
-def environment() -> dict[str, Any]:
-    """Of the figures: machine, versions, commit, date, and how busy the machine was beside them."""
-    import torch
-    import transformers
-
-    from remat.report import run_dir
-
-    return {
-        "cpu_cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-        "commit": run_dir.commit() or "unknown",
-        "date": time.strftime("%Y-%m-%d"),
     }
 
 

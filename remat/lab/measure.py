@@ -88,11 +88,9 @@ def ended(code: int, text: str) -> Ended:
     first = said[0] if said else f"exit code {code}, without a word of remat's own"
     if code == 0:
         return Ended(FINISHED)
-    ran_out = RAN_OUT.search(text)
-    if code == EXIT_FAILED and ran_out:
+    if code == EXIT_FAILED and (ran_out := RAN_OUT.search(text)):
         return Ended(OUT_OF_MEMORY, ran_out.group())
-    killed = KILLED.search(text)
-    if code == EXIT_KILLED and killed:
+    if code == EXIT_KILLED and (killed := KILLED.search(text)):
         return Ended(OUT_OF_MEMORY, killed.group())
     if code == EXIT_CONFIG:
         return Ended(REFUSED, first)

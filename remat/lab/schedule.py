@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,17 +80,15 @@ def run(
         ):
             known[slot] = replace(found, point=slot.point.name)
     to_do = [slot for slot in turns if slot not in known]
-    seconds = _Seconds(known)
     done = 0
     with contextlib.suppress(KeyboardInterrupt), open_report(len(to_do)) as progress:
         for slot in to_do:
             key = asked[slot.point.name]
             assert isinstance(key, str)
-            progress.begins(done, slot, seconds.left(to_do[done:]))
+            progress.begins(done, slot, _left_s(known.values(), to_do[done:]))
             known[slot] = launch.launch(slot, key, experiment.ranks, place)
             done += 1
-            seconds.add(known[slot])
-            progress.ended(done, known[slot], seconds.left(to_do[done:]) or 0.0)
+            progress.ended(done, known[slot], _left_s(known.values(), to_do[done:]) or 0.0)
     return Outcome([known.get(slot) or _not_launched(slot) for slot in turns], done)
 
 
@@ -98,28 +96,19 @@ def _not_launched(slot: Slot) -> Result:
     return Result("", slot.point.name, slot.repeat, NOT_LAUNCHED, "stopped before its turn or within it")
 
 
-class _Seconds:
-    """Estimates the time left from the durations of launches."""
+def _left_s(known: Iterable[Result], to_do: Sequence[Slot]) -> float | None:
+    """Return the estimated seconds for `to_do`, from how long known launches took; None before the first launch.
 
-    def __init__(self, known: dict[Slot, Result]) -> None:
-        self._of: dict[str, list[float]] = {}
-        for result in known.values():
-            self.add(result)
-
-    def add(self, result: Result) -> None:
+    A point that never ran is assumed to take as long as the others.
+    """
+    took: dict[str, list[float]] = {}
+    for result in known:
         if result.ran:
-            self._of.setdefault(result.point, []).append(result.seconds)
-
-    def left(self, to_do: Sequence[Slot]) -> float | None:
-        """Return the estimated seconds for `to_do`; None before the first launch.
-
-        A point that never ran is assumed to take as long as the others.
-        """
-        every = [value for values in self._of.values() for value in values]
-        if not every:
-            return None
-        usual = statistics.median(every)
-        return sum(statistics.median(self._of.get(slot.point.name, [usual])) for slot in to_do)
+            took.setdefault(result.point, []).append(result.seconds)
+    if not took:
+        return None
+    usual = statistics.median(value for values in took.values() for value in values)
+    return sum(statistics.median(took.get(slot.point.name, [usual])) for slot in to_do)
 
 
 class Lines:

@@ -27,7 +27,8 @@ HEADINGS = (
 
 def show(experiment: Experiment, rows: Sequence[Row], console: Console) -> None:
     """Print the table, with notes below it."""
-    console.print(title(experiment), style="bold")
+    title = f"{experiment.name}: {experiment.title} ({experiment.where}, {experiment.repeats} x each)"
+    console.print(title, style="bold")
     for text in (experiment.question, experiment.reduction):
         if text:
             console.print(text)
@@ -39,10 +40,6 @@ def show(experiment: Experiment, rows: Sequence[Row], console: Console) -> None:
     console.print(table)
     for text in notes(rows):
         console.print(text)
-
-
-def title(experiment: Experiment) -> str:
-    return f"{experiment.name}: {experiment.title} ({experiment.where}, {experiment.repeats} x each)"
 
 
 def headings(rows: Sequence[Row]) -> list[str]:

@@ -183,12 +183,9 @@ class _Replay:
             if index == self._record.backward_begins_at:
                 phase = Phase.backward
             held = gradients.kept_bytes, gradients.bucket_bytes
-            at_most = gathered
-            if isinstance(part.cut, Event):
-                after = next(changes)
-                at_most = max(gathered, *after) if after else gathered
-                gathered = after[-1] if after else gathered
-            elif isinstance(part.cut, Ready):
+            levels = [gathered, *next(changes)] if isinstance(part.cut, Event) else [gathered]
+            at_most, gathered = max(levels), levels[-1]
+            if isinstance(part.cut, Ready):
                 held = gradients.ready(part.cut.parameter)
             self._offer(phase, part.at_cut, at_most, *held)
             now = gathered, gradients.kept_bytes, gradients.bucket_bytes

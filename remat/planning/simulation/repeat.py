@@ -410,7 +410,7 @@ class _Lengthening:
         for number, unit in enumerate(self._units):
             if unit.times == 1:
                 continue
-            one, other = (1 + n for n in (number, number + 1))
+            one, other = number + 1, number + 2
             if any(pieces[one] != pieces[other] for pieces in (self._pieces, self._pieces[::-1])):
                 raise NotRepeated(f"recorded layers {unit.layers} and those after them do not do the same")
             after = self._units[number + 1].layers
