@@ -70,9 +70,8 @@ class ExperimentFile:
     base: list[str] = field(default_factory=list)
     cpu: ScaleFile = field(default_factory=ScaleFile)
     gpu: ScaleFile = field(default_factory=ScaleFile)
-    baseline: str = (
-        ""  # a point's name; option=value: the point that differs only in that option; "": the first
-    )
+    # a point's name; option=value: the point that differs only in that option; "": the first
+    baseline: str = ""
     repeats: int = 2
     ranks: int = 1
     tradeoff: str = "peak"

@@ -23,13 +23,8 @@ from remat.lab.measure import (
     Measured,
 )
 
-ORDER = (  # a point without figures shows the first of these that occurred
-    OUT_OF_MEMORY,
-    DOES_NOT_FIT,
-    FAILED,
-    REFUSED,
-    NOT_LAUNCHED,
-)
+# a point without figures shows the first of these that occurred
+ORDER = (OUT_OF_MEMORY, DOES_NOT_FIT, FAILED, REFUSED, NOT_LAUNCHED)
 
 
 @dataclass(frozen=True)

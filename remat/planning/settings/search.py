@@ -317,9 +317,8 @@ class _Known:
 
     def __init__(self) -> None:
         self._too_large: set[tuple[Option | None, ...]] = set()
-        self._slower: dict[
-            tuple[Option | None, Option | None], float
-        ] = {}  # factor over a step that recomputes nothing
+        # factor over a step that recomputes nothing
+        self._slower: dict[tuple[Option | None, Option | None], float] = {}
 
     def add(self, strategy: Option | None, policy: Option | None, estimate: Planned, least_s: float) -> None:
         if estimate.simulation is NO_ACTIVATIONS:

@@ -45,9 +45,8 @@ class CachingAllocator:
         self._free: dict[tuple[int, bool], list[tuple[int, int, int]]] = {}  # (size, segment, start), in order
         self._starts: dict[tuple[int, int], int] = {}  # free blocks: (segment, start) -> size
         self._ends: dict[tuple[int, int], int] = {}  # free blocks: (segment, end) -> size
-        self._grown: dict[
-            tuple[int, bool], tuple[int, int]
-        ] = {}  # pool -> its segment and how far it is mapped
+        # pool -> its segment and how far it is mapped
+        self._grown: dict[tuple[int, bool], tuple[int, int]] = {}
 
     def malloc(self, nbytes: int, stream: int = COMPUTE) -> Block:
         """Return a block of at least `nbytes` bytes."""

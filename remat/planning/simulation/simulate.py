@@ -31,9 +31,8 @@ class Recording:
     # what the layers under a table compute and save
     graphs: Mapping[int, Any] = field(default_factory=dict)
     places: Sequence[Place] = ()  # where the parts of the timeline begin
-    _gathers: dict[ZeroSettings, Gathers] = field(
-        default_factory=dict
-    )  # what ZeRO-3 gathers, once for each setting
+    # what ZeRO-3 gathers, once for each setting
+    _gathers: dict[ZeroSettings, Gathers] = field(default_factory=dict)
 
     def under(self, zero: ZeroSettings) -> Simulation:
         """Return the simulation under `zero`.
