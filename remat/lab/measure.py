@@ -19,7 +19,12 @@ from remat.training.ledger import KEPT, MICRO_BATCH, OFF_GPU
 from remat.training.proof import LEARNT
 
 UNITS = {"GiB": GIB, "MiB": MIB, "%": 1, "s": 1, "tokens/s": 1}
-WHERE = (" on the GPU", " in host memory")
+IN_HOST_MEMORY = " in host memory"
+HELD = {  # rows of the ledger that are model states
+    f"{category}{place}"
+    for category in (Category.weights, Category.gradients, Category.buckets, Category.optimizer_state)
+    for place in (" on the GPU", IN_HOST_MEMORY)
+}
 RECOMPUTED = "recomputed FLOPs, of forward"
 PEAK_CUDA = "torch.cuda.max_memory_allocated, highest rank"
 PEAK_CPU = (
@@ -172,7 +177,8 @@ def _counted(
     if zero_stage == 3:
         categories |= {Category.gradients, Category.buckets}
     on_gpu = sum(
-        max(0, held.get(f"{category}{WHERE[1]}", 0) - off.get(str(category), 0)) for category in categories
+        max(0, held.get(f"{category}{IN_HOST_MEMORY}", 0) - off.get(str(category), 0))
+        for category in categories
     )
     return on_gpu + int(micro_batch)
 
@@ -180,17 +186,8 @@ def _counted(
 def _held(figures: Mapping[str, tuple[float | None, float | None]]) -> dict[str, int]:
     """Return the measured bytes of the model states by category and place."""
     return {
-        name: int(measured)
-        for name, (_, measured) in figures.items()
-        if measured is not None
-        and name.endswith(WHERE)
-        and name.removesuffix(WHERE[0]).removesuffix(WHERE[1]) in CATEGORIES
+        name: int(measured) for name, (_, measured) in figures.items() if measured is not None and name in HELD
     }
-
-
-CATEGORIES = {
-    str(c) for c in (Category.weights, Category.gradients, Category.buckets, Category.optimizer_state)
-}
 
 
 def _off_gpu(plan: Mapping[str, Any]) -> dict[str, int]:

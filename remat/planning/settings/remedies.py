@@ -96,12 +96,9 @@ def _twice_the_gpus(planned: Planned) -> Sequence[str]:
 SAVING_MOST = ("checkpointing=full", "train.micro_batch_size=1", "train.loss=chunked")
 OFFLOADING = ("deepspeed.config=zero3_offload",)
 REMEDIES = (
-    *(
-        Remedy(name, lambda _, word=word: (word,), alone=True)  # type: ignore[misc]
-        for name, word in zip(
-            ("activation checkpointing", "a smaller micro-batch", "chunked loss"), SAVING_MOST, strict=True
-        )
-    ),
+    Remedy("activation checkpointing", lambda _: SAVING_MOST[:1], alone=True),
+    Remedy("a smaller micro-batch", lambda _: SAVING_MOST[1:2], alone=True),
+    Remedy("chunked loss", lambda _: SAVING_MOST[2:], alone=True),
     Remedy("MLPs in slices", _slices),
     Remedy("offload of the optimizer", _optimizer_offload),
     Remedy("offload of parameters", _parameter_offload),
