@@ -9,7 +9,6 @@ another document, after a changed one, and alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -169,30 +168,16 @@ def decide(cfg: RunConfig, config: PretrainedConfig, skeleton: PreTrainedModel) 
 
 
 def way(config: PretrainedConfig, skeleton: PreTrainedModel, cfg: ModelConfig) -> Way | str:
-    """Return how documents are kept apart in this model, or why they cannot be.
-
-    Each configuration is tried once.
-    """
-    key = (json.dumps(config.to_dict(), sort_keys=True, default=str), cfg.attention, cfg.trust_remote_code)
-    if key not in _ANSWERS:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            _ANSWERS[key] = _ask(config, skeleton, cfg)
-    return _ANSWERS[key]
+    """Return how documents are kept apart in this model, or why they cannot be."""
+    answer: Way | str = small_copy.ask(_choose, config, skeleton, cfg, cfg.attention)
+    return answer
 
 
-_ANSWERS: dict[tuple[str, Attention, bool], Way | str] = {}
-
-
-def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, cfg: ModelConfig) -> Way | str:
-    on_a_cpu = "eager" if cfg.attention is Attention.eager or not skeleton._supports_sdpa else "sdpa"
-    try:
-        net = small_copy.build(config, skeleton, attention=on_a_cpu, trust_remote_code=cfg.trust_remote_code)
-    except Exception as error:  # sizes that do not fit each other can raise any error anywhere in the library
-        return f"a small copy of it, to try it out, cannot be built ({first_line(error)})"
+def _choose(net: Any, attention: Attention) -> Way | str:
+    """Return the first way that works in `net`, or why the first of all does not."""
     problems = []
     for option in Way:
-        problem = _problem(net, option, cfg.attention)
+        problem = _problem(net, option, attention)
         if problem is None:
             return option
         problems.append(problem)
@@ -202,12 +187,12 @@ def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, cfg: ModelConfig) 
 def _problem(net: Any, option: Way, attention: Attention) -> str | None:
     """Return why `option` does not work in `net`, or None when it works."""
     try:
-        with torch.no_grad(), kernel_of(net, attention):
+        with kernel_of(net, attention):
             return _difference(net, option, attention)
     except Exception as error:  # the model may not know an argument, or expect another shape
         if "position_ids" in str(error):
             return "it takes no position ids"
-        return f"tried on a small copy of it, it fails ({first_line(error)})"
+        return f"tried on a small copy of it, it fails ({small_copy.first_line(error)})"
 
 
 def _difference(net: Any, option: Way, attention: Attention) -> str | None:
@@ -303,7 +288,3 @@ def _flash_on_a_cpu(
         scores = torch.cat([scores, s_aux.reshape(-1, 1, 1).expand(-1, scores.shape[1], 1)], dim=-1)
     weights = scores.softmax(-1)[..., : scores.shape[1]]
     return (weights @ values).transpose(0, 1).unflatten(0, (batch, length))
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from remat.config.options import Attention, ModelConfig
 
 VOCABULARY = 128
 INNER = 64
@@ -41,6 +44,39 @@ LARGEST = {
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "mamba_d_state", "ssm_state_size", "state_size"), STATE),
     "vocab_size": VOCABULARY,
 }  # fmt: skip
+
+_ANSWERS: dict[tuple[Any, ...], Any] = {}
+
+
+def ask(
+    question: Callable[..., Any],
+    config: PretrainedConfig,
+    skeleton: PreTrainedModel,
+    cfg: ModelConfig,
+    *about: Any,
+) -> Any:
+    """Return `question(net, *about)` of a small copy of the model, or as text why there is no copy.
+
+    Each question is asked once about each configuration. The copy's attention is eager where `cfg` asks for it or the
+    model has no sdpa, else sdpa. No gradient is recorded, and the caller's random state stays as it is.
+    """
+    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    key = (question, text, cfg.attention, cfg.trust_remote_code, about)
+    if key not in _ANSWERS:
+        on_a_cpu = "eager" if cfg.attention is Attention.eager or not skeleton._supports_sdpa else "sdpa"
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            try:
+                net = build(config, skeleton, attention=on_a_cpu, trust_remote_code=cfg.trust_remote_code)
+            except Exception as error:  # sizes that do not fit each other can raise any error in the library
+                _ANSWERS[key] = f"a small copy of it, to try it out, cannot be built ({first_line(error)})"
+            else:
+                _ANSWERS[key] = question(net, *about)
+    return _ANSWERS[key]
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 def build(

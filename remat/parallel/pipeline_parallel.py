@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
@@ -28,9 +27,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from remat.config import ds_config
 from remat.config.options import ConfigError, LossKind, ModelConfig
 from remat.machine.distributed import World
-from remat.model import loss, packing, small_copy
+from remat.model import loss, small_copy
 from remat.model.layers import find_stacks
-from remat.model.packing import Packed
 
 OPTION = "train.pipeline_parallel_size"
 SAME_WITHIN = 1e-5  # share of the largest logit; the operations are the same, so most machines give 0
@@ -75,7 +73,6 @@ def check(
     skeleton: PreTrainedModel,
     config: PretrainedConfig,
     model: ModelConfig,
-    packed: Packed,
     ds: Mapping[str, Any],
 ) -> None:
     """Raise one ConfigError with every reason why `size` stages cannot train this model.
@@ -86,7 +83,7 @@ def check(
     if size == 1:
         return
     found = [*_engine(size, ds), *_model(size, skeleton)]
-    if not found and (problem := _try(config, skeleton, model, packed)):
+    if not found and (problem := small_copy.ask(_problem, config, skeleton, model)):
         found.append(
             f"{OPTION}={size}: {type(skeleton).__name__} cannot be cut into stages: {problem}; use {OPTION}=1"
         )
@@ -454,32 +451,12 @@ def _model(size: int, skeleton: Any) -> list[str]:
     return []
 
 
-_ANSWERS: dict[tuple[str, str, bool, bool], str] = {}
-
-
-def _try(config: PretrainedConfig, skeleton: PreTrainedModel, model: ModelConfig, packed: Packed) -> str:
-    """Divide a small copy of the model into stages. Return the problem, or "" when there is none."""
-    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    key = (text, str(model.attention), model.trust_remote_code, packed.apart)
-    if key not in _ANSWERS:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            _ANSWERS[key] = _ask(config, skeleton, model, packed)
-    return _ANSWERS[key]
-
-
-def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, model: ModelConfig, packed: Packed) -> str:
-    kernel = "sdpa" if skeleton._supports_sdpa else "eager"
+def _problem(net: Any) -> str:
+    """Return why `net` cannot be divided into stages; "" when it can."""
     try:
-        net: Any = small_copy.build(
-            config, skeleton, attention=kernel, trust_remote_code=model.trust_remote_code
-        )
-    except Exception as error:  # sizes that do not fit each other can raise any error anywhere in the library
-        return f"a small copy of it, to try it out, cannot be built ({packing.first_line(error)})"
-    try:
-        return _difference(net.eval())
+        return _difference(net)
     except Exception as error:  # a model that does not support it can raise any error too
-        return packing.first_line(error)
+        return small_copy.first_line(error)
 
 
 def _difference(net: Any) -> str:

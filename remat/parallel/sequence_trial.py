@@ -7,7 +7,6 @@ spaces, convolutions, linear attention), a mask that is not passed on, or positi
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +27,7 @@ from remat.parallel.ulysses import OPTION
 RANKS = 2
 SAME_WITHIN = 1e-4  # share of the largest logit: fewer heads at a time round differently
 WAIT_S = 60.0
+STREAM = Packed(Packing.stream, "")  # documents are not kept apart
 KERNELS = (Attention.sdpa, Attention.eager, Attention.flash_attention_2)
 
 
@@ -53,7 +53,9 @@ def check(
             f"{OPTION}={size} with model.attention={model.attention}: its block mask is made for a rank's block alone; "
             "use model.attention=sdpa"
         )
-    elif problem := _try(config, skeleton, model, packed):
+    elif problem := small_copy.ask(
+        _problem, config, skeleton, model, model.attention, packed if packed.apart else STREAM
+    ):
         found.append(
             f"{OPTION}={size}: {type(skeleton).__name__} cannot share its sequences: {problem}; use {OPTION}=1"
         )
@@ -71,41 +73,16 @@ def _heads(size: int, config: PretrainedConfig, skeleton: PreTrainedModel) -> li
     ]
 
 
-_ANSWERS: dict[tuple[str, str, bool, bool], str] = {}
-
-
-def _try(config: PretrainedConfig, skeleton: PreTrainedModel, model: ModelConfig, packed: Packed) -> str:
-    """Run a small copy of the model with shared sequences. Return the problem, or "" when there is none.
-
-    Each configuration is tried once.
-    """
-    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    key = (text, str(model.attention), model.trust_remote_code, packed.apart)
-    if key not in _ANSWERS:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            _ANSWERS[key] = _ask(config, skeleton, model, packed)
-    return _ANSWERS[key]
-
-
-def _ask(config: PretrainedConfig, skeleton: PreTrainedModel, model: ModelConfig, packed: Packed) -> str:
-    on_a_cpu = "eager" if model.attention is Attention.eager or not skeleton._supports_sdpa else "sdpa"
+def _problem(net: Any, attention: Attention, packed: Packed) -> str:
+    """Return why `net` cannot share its sequences; "" when it can."""
     try:
-        net: Any = small_copy.build(
-            config, skeleton, attention=on_a_cpu, trust_remote_code=model.trust_remote_code
-        )
-    except Exception as error:  # sizes that do not fit each other can raise any error anywhere in the library
-        return f"a small copy of it, to try it out, cannot be built ({packing.first_line(error)})"
-    try:
-        with torch.no_grad(), packing.kernel_of(net, model.attention):
-            whole = Packed(Packing.stream, "")
-            return _difference(net, whole, model.attention) or (
-                _difference(net, packed, model.attention) if packed.apart else ""
-            )
+        with packing.kernel_of(net, attention):
+            found = _difference(net, STREAM, attention)
+            return _difference(net, packed, attention) if packed.apart and not found else found
     except ConfigError as error:
         return str(error).removeprefix(f"{OPTION}={RANKS}: ").removesuffix(f"; use {OPTION}=1")
     except Exception as error:  # a model that does not support it can raise any error too
-        return packing.first_line(error)
+        return small_copy.first_line(error)
 
 
 def _difference(net: Any, packed: Packed, attention: Attention) -> str:

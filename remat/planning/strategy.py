@@ -180,7 +180,7 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     )
     sequence_trial.check(cfg.train, cfg.model, config, skeleton, packed)
     num_stages = cfg.train.pipeline_parallel_size
-    pipeline_parallel.check(num_stages, skeleton, config, cfg.model, packed, rendered)
+    pipeline_parallel.check(num_stages, skeleton, config, cfg.model, rendered)
     ds = sequence_parallel.rendered(
         tensor_parallel.rendered(pipeline_parallel.rendered(rendered, num_stages), shared_by),
         cfg.train.sequence_parallel_size,

@@ -205,9 +205,10 @@ def test_what_a_model_needs_is_found_by_trying() -> None:
 
 
 def test_asking_draws_nothing_and_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_ANSWERS", {})
     asks: list[str] = []
-    monkeypatch.setattr(packing, "_ask", lambda config, *more: asks.append(config.model_type) or torch.rand(1))
+    monkeypatch.setattr(
+        packing, "_choose", lambda net, *about: asks.append(net.config.model_type) or torch.rand(1)
+    )
     torch.manual_seed(3)
     state = torch.get_rng_state()
     for _ in range(2):

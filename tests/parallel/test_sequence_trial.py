@@ -11,10 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from remat.config.options import Attention, ConfigError, ModelConfig, Packing, TrainConfig
 from remat.data.batches import Part, own_part
-from remat.model import packing
+from remat.model import packing, small_copy
 from remat.model.packing import Packed
 from remat.parallel import sequence_trial, ulysses
 from remat.parallel.sequence_parallel import SequenceParallel
+from remat.parallel.sequence_trial import STREAM
 from tests.support import small_models
 
 WORKING = {
@@ -40,7 +41,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "something in it looks along the sequence",
     ),
 }
-STREAM = Packed(Packing.stream, "")
 
 
 def ask(model_type: str, attention: Attention, *, apart: bool = False, **more: Any) -> str:
@@ -120,7 +120,7 @@ def test_a_mask_or_positions_that_do_not_arrive_are_found(
         return {name: value for name, value in real(self, *args).items() if name != dropped}
 
     monkeypatch.setattr(SequenceParallel, "inputs", without)
-    monkeypatch.setattr(sequence_trial, "_ANSWERS", {})
+    monkeypatch.setattr(small_copy, "_ANSWERS", {})
     for apart in (False, True):
         assert "cannot share its sequences" in ask("gemma3_text", Attention.sdpa, apart=apart, head_dim=16)
 

@@ -225,7 +225,7 @@ def train_with_a_fault(words: list[str], fault: str) -> str:
     }
     with (
         patches[fault],
-        mock.patch.object(sequence_trial, "_try", lambda *_: ""),  # else it is found there
+        mock.patch.object(sequence_trial, "_problem", lambda *_: ""),  # else it is found there
     ):
         try:
             shared_sequences.run(words)
