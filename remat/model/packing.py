@@ -31,7 +31,7 @@ class Way(StrEnum):
     """How a model is told where documents begin. The first way that works is used."""
 
     positions = (
-        "position ids that restart"  # the model builds its masks from them; flash gets `varlen` in addition
+        "position ids that restart"  # the model builds its masks from them; flash gets `ends` in addition
     )
     masks = "position ids that restart, and transformers' block-diagonal masks"
     masks_alone = "transformers' block-diagonal masks"
@@ -82,11 +82,13 @@ def ends(packed: Packed, attention: Attention, batch: Mapping[str, Any]) -> dict
     """
     if attention is not Attention.flash_attention_2 or not packed.apart or "position_ids" not in batch:
         return {}
-    if not batch["position_ids"].is_meta:
-        return varlen(batch["position_ids"])
-    rows, length = batch["position_ids"].shape
-    bounds = torch.empty(rows + 1, dtype=torch.int32, device="meta")
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": length, "max_length_k": length}
+    position_ids = batch["position_ids"]
+    rows, width = position_ids.shape
+    if position_ids.is_meta:
+        documents = torch.empty(rows + 1, dtype=torch.int32, device="meta")
+    else:
+        (documents, _), _ = prepare_fa_kwargs_from_position_ids(position_ids)
+    return varlen_of(documents, width, position_ids.device)
 
 
 def planned(
@@ -100,13 +102,6 @@ def planned(
         return given(packed, batch, net) | ends(packed, attention, batch)
 
     return inputs
-
-
-def varlen(position_ids: Tensor) -> dict[str, Any]:
-    """Return transformers' FlashAttentionKwargs; `cu_seq_lens_q` int32 [documents + 1] in the flattened batch."""
-    (queries, keys), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)
-    longest = int(longest)
-    return {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys, "max_length_q": longest, "max_length_k": longest}
 
 
 def varlen_of(documents: Tensor, width: int, device: torch.device) -> dict[str, Any]:
