@@ -81,14 +81,11 @@ class _Exchange(torch.autograd.Function):
         return ctx.group.exchange(gradient.contiguous()), None
 
 
-def take_heads(states: Tensor, group: Group) -> Tensor:
-    """Turn [batch, heads, seq / n, width], a block of all heads, into [batch, heads / n, seq, width]."""
-    parts = states.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
-    return _Exchange.apply(parts, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+def redistribute(states: Tensor, group: Group) -> Tensor:
+    """Turn [batch, a, b / n, width] into [batch, a / n, b, width], over the n ranks of the group. Collective.
 
-
-def take_block(states: Tensor, group: Group) -> Tensor:
-    """Turn [batch, seq, heads / n, width], the result of attention, into [batch, seq / n, heads, width]."""
+    Before attention a is heads and b the sequence. Its result has the sequence first, so after it they are the reverse.
+    """
     parts = states.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
     return _Exchange.apply(parts, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
@@ -165,9 +162,9 @@ class Installed:
             seen |= {name: own for name, weight in module.named_parameters(recurse=False) if weight is sinks}
         if seen:
             module = _SomeHeads(module, seen)
-        states = (take_heads(part, group) for part in (query, key, value))
+        states = (redistribute(part, group) for part in (query, key, value))
         result, _ = attention(module, *states, attention_mask, **given)
-        return take_block(result, group), None
+        return redistribute(result, group), None
 
 
 def interface(module: type[nn.Module], kernel: str) -> Callable[..., Any]:
