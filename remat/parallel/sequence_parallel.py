@@ -77,15 +77,13 @@ class SequenceParallel:
 
         `own` is what `own_part` of remat/data/batches.py returns.
         """
-        rows, width = own["input_ids"].shape
-        return self._with_beside(own, rows, width * self.group.size, device)
+        return self._with_beside(own, self.group.size, device)
 
     def run_whole(self, module: nn.Module, token_loss: loss.TokenLoss, whole: Mapping[str, Tensor]) -> Tensor:
         """Compute the summed loss of whole rows on this rank alone; `whole` is what `gather` returns."""
-        rows, width = whole["input_ids"].shape
         self._installed.whole = True
         try:
-            return token_loss(module, self._with_beside(whole, rows, width, whole["input_ids"].device))
+            return token_loss(module, self._with_beside(whole, 1, whole["input_ids"].device))
         finally:
             self._installed.whole = False
 
@@ -127,24 +125,23 @@ class SequenceParallel:
         own = {name: whole[name].chunk(self.group.size, 1)[self.group.rank] for name in TOKENWISE}
         return own | {name: whole[name] for name in ("documents",) if name in whole}
 
-    def _with_beside(
-        self, batch: Mapping[str, Tensor], rows: int, width: int, device: torch.device
-    ) -> dict[str, Any]:
-        """Return `batch` on `device` with the ends or masks of `_beside` for rows of `width` tokens."""
-        found = {name: batch[name].to(device, non_blocking=True) for name in TOKENWISE}
-        return found | self._beside(batch.get("documents"), rows, width, device)
+    def _with_beside(self, batch: Mapping[str, Tensor], blocks: int, device: torch.device) -> dict[str, Any]:
+        """Return `batch`, one of `blocks` equal blocks of its rows, on `device` with what attention needs beside it.
 
-    def _beside(self, documents: Tensor | None, rows: int, width: int, device: torch.device) -> dict[str, Any]:
-        """Return the documents' ends for flash, and the masks for other kernels (None where causal is enough)."""
-        ends: dict[str, Any] = {}
+        That is the documents' ends for flash, and the masks for other kernels (None where causal is enough).
+        """
+        rows, width = batch["input_ids"].shape
+        width *= blocks
+        found: dict[str, Any] = {name: batch[name].to(device, non_blocking=True) for name in TOKENWISE}
+        documents = batch.get("documents")
         positions = None
         if documents is not None and self._attention is Attention.flash_attention_2:
-            ends = packing.varlen_of(documents, width, device)
+            found |= packing.varlen_of(documents, width, device)
         elif documents is not None:
             positions = _positions(documents.to(device, non_blocking=True), rows, width)
         shape = torch.empty((1, 1, 1), dtype=self._dtype, device=device).expand(rows, width, 1)
         masks = create_masks_for_generate(self._config, shape, None, None, position_ids=positions)
-        return ends | {"attention_mask": masks}
+        return found | {"attention_mask": masks}
 
 
 def _window(first: int, width: int, longest: int, size: int) -> tuple[int, int]:

@@ -205,7 +205,8 @@ def test_the_proof_costs_no_gathers(workshop: Path, ranks: Callable[[int], RankP
 
 def train_with_a_fault(words: list[str], fault: str) -> str:
     """Train where a rank's part is not its own, attention gets no mask, or gradients come back twice; what ends it."""
-    take, beside, backward = SequenceParallel.take_own, SequenceParallel._beside, ulysses._Exchange.backward
+    take, backward = SequenceParallel.take_own, ulysses._Exchange.backward
+    beside = SequenceParallel._with_beside
 
     def neighbour(self: Any, whole: Any) -> Any:
         """Targets of the rank's part, moved by one."""
@@ -213,14 +214,15 @@ def train_with_a_fault(words: list[str], fault: str) -> str:
         return found | {"targets": found["targets"].roll(1, 1)}
 
     def nothing(self: Any, *given: Any) -> Any:
-        return {"attention_mask": None} if not self._installed.whole else beside(self, *given)
+        found = beside(self, *given)
+        return found if self._installed.whole else found | {"attention_mask": None}
 
     def twice(ctx: Any, gradient: Any) -> Any:
         return 2 * backward(ctx, gradient)[0], None
 
     patches = {
         "targets": mock.patch.object(SequenceParallel, "take_own", neighbour),
-        "mask": mock.patch.object(SequenceParallel, "_beside", nothing),
+        "mask": mock.patch.object(SequenceParallel, "_with_beside", nothing),
         "gradient": mock.patch.object(ulysses._Exchange, "backward", staticmethod(twice)),
     }
     with (
