@@ -45,7 +45,14 @@ def check(
     size = train.sequence_parallel_size
     if size == 1:
         return
-    found = _heads(size, config, skeleton)
+    found = []
+    # the first call of attention checks heads that differ between layers
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    if type(heads) is int and heads % size:
+        found.append(
+            f"{OPTION}={size} does not divide num_attention_heads={heads} of {type(skeleton).__name__}: use a size "
+            "that does"
+        )
     if train.seq_len < size:
         found.append(f"{OPTION}={size} with train.seq_len={train.seq_len}: a rank has no token; use {OPTION}=1")
     if model.attention not in KERNELS:
@@ -61,16 +68,6 @@ def check(
         )
     if found:
         raise ConfigError("\n".join(found))
-
-
-def _heads(size: int, config: PretrainedConfig, skeleton: PreTrainedModel) -> list[str]:
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
-    if type(heads) is not int or heads % size == 0:
-        return []  # the first call of attention checks heads that differ between layers
-    return [
-        f"{OPTION}={size} does not divide num_attention_heads={heads} of {type(skeleton).__name__}: use a "
-        "size that does"
-    ]
 
 
 def _problem(net: Any, attention: Attention, packed: Packed) -> str:

@@ -35,7 +35,8 @@ def why_whole(model: Any, size: int, kind: LossKind) -> str:
         return f"train.loss={kind} reads the logits of all tokens"
     if type(head) is not nn.Linear:
         return "it is no plain matrix" if not hasattr(head, "modules_to_save") else "peft trains a copy of it"
-    if any(head.weight is other for other in _other_parameters(model, head)):
+    others = (p for module in model.modules() if module is not head for p in module.parameters(recurse=False))
+    if any(head.weight is other for other in others):
         return "its weight is the embedding's"
     if head.out_features % size:
         return f"its {head.out_features} rows do not divide by train.tensor_parallel_size={size}"
@@ -105,7 +106,3 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _split(value: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
     return value.split(max(1, BLOCK_ELEMENTS // logits.shape[-1]))
-
-
-def _other_parameters(model: nn.Module, head: nn.Module) -> list[nn.Parameter]:
-    return [p for module in model.modules() if module is not head for p in module.parameters(recurse=False)]
