@@ -15,11 +15,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -194,7 +193,7 @@ def load(
     *,
     settings: Mapping[str, Any],
     ds: dict[str, Any],
-    progress: Progress = lambda done, total: None,
+    progress: Progress,
 ) -> tuple[PreTrainedModel, int]:
     """Create the model under ZeRO-3 and fill this rank's shards. Collective. Returns it and the bytes this rank read.
 
@@ -202,8 +201,8 @@ def load(
     one cannot read a file.
     """
     model = _create(config, cfg, settings, ds)
-    problem, reader = None, _Reader(progress, layout.read_bytes(*distributed.place()))
-    with reader:
+    problem = None
+    with closing(_Reader(progress, layout.read_bytes(*distributed.place()))) as reader:
         try:
             _fill(model, layout, reader)
         except OSError as error:
@@ -245,11 +244,8 @@ def _find_files(path: str) -> list[Path]:
 
 def _read_header(file: Path, cfg: ModelConfig) -> dict[str, _Stored]:
     """Return the tensors of a safetensors file by name: 8 bytes of header length, a header (JSON), values."""
-    size, unsound, again = (
-        file.stat().st_size,
-        f"model.path={cfg.path}: {file.name}",
-        "copy or download it again",
-    )
+    size = file.stat().st_size
+    unsound, again = f"model.path={cfg.path}: {file.name}", "copy or download it again"
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 0 < length <= min(size - 8, paths.LONGEST_HEADER_BYTES):
@@ -397,9 +393,7 @@ def _create(
         param.partition()
 
     shards._zero_init_param = cut
-    with ExitStack() as stack:
-        for context in (no_init_weights(), prevent_arange_dtype_change(), shards, set_zero3_state()):
-            stack.enter_context(context)
+    with no_init_weights(), prevent_arange_dtype_change(), shards, set_zero3_state():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **settings)
     model.tie_weights()
     return model
@@ -442,7 +436,7 @@ def _pieces(runs: Sequence[Run], start: int, end: int) -> Iterator[tuple[int, Ru
 
 
 class _Reader:
-    """Reads ranges of files into tensors and counts the bytes. Files stay open until the context is left."""
+    """Reads ranges of files into tensors and counts the bytes. Files stay open until `close`."""
 
     def __init__(self, progress: Progress, total_bytes: int) -> None:
         self.bytes = 0
@@ -450,12 +444,7 @@ class _Reader:
         self._files: dict[Path, int] = {}
         self._bounces: dict[str, torch.Tensor] = {}  # pinned for a GPU, by the type of the target device
 
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         for descriptor in self._files.values():
             os.close(descriptor)
 
