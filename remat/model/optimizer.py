@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -228,11 +229,8 @@ def held_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     the first batch, and the moments' bias corrections would be one step ahead for the whole run. With this context the
     first real step allocates the state, as at the other stages.
     """
-    vars(optimizer)["step"] = lambda *args, **settings: None
-    try:
+    with mock.patch.object(optimizer, "step", lambda *args, **settings: None):
         yield
-    finally:
-        del vars(optimizer)["step"]
 
 
 @contextlib.contextmanager
@@ -255,11 +253,8 @@ def _cpu_vendor_at_once() -> Iterator[None]:
         cpuinfo.get_cpu_info = whole  # a build of the op reads more than the vendor
         return {"vendor_id_raw": vendors[0]}
 
-    cpuinfo.get_cpu_info = vendor
-    try:
+    with mock.patch.object(cpuinfo, "get_cpu_info", vendor):
         yield
-    finally:
-        cpuinfo.get_cpu_info = whole
 
 
 @contextlib.contextmanager
@@ -271,12 +266,8 @@ def muon_left_eager() -> Iterator[None]:
     """
     from deepspeed.runtime import compiler
 
-    whole = compiler.compile
-    compiler.compile = lambda: lambda function: function
-    try:
+    with mock.patch.object(compiler, "compile", lambda: lambda function: function):
         yield
-    finally:
-        compiler.compile = whole
 
 
 def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:
@@ -301,22 +292,21 @@ def lr_at(step: int, cfg: OptimConfig, total_steps: int) -> float:
 def set_options(optimizer: Any, cfg: OptimConfig) -> None:
     """Apply this run's optimizer options after a resume, which restored the saved run's."""
     own = getattr(optimizer, "optimizer", optimizer)
-    {"adamw": _adam_as_own, "adamw_8bit": _page_again, "lion": _lion_as_own}.get(kind_of(own), _keep)(own)
+    adapt = {"adamw": _adam_as_own, "adamw_8bit": _page_again, "lion": _lion_as_own}.get(kind_of(own))
+    if adapt is not None:  # Adafactor's state has the same form in every launch
+        adapt(own)
     for group in optimizer.param_groups:
         group |= _group_options(cfg)
         group["weight_decay"] = cfg.weight_decay if group["decayed"] else 0.0
     if hasattr(optimizer, "clip_grad"):
         optimizer.clip_grad = cfg.gradient_clipping
-    _count_on(optimizer)
+    if hasattr(own, "ds_opt_adam"):
+        _count_on(own)
 
 
 def set_lr(optimizer: Any, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def _keep(optimizer: Any) -> None:
-    """Change nothing: this optimizer's state has the same form in every launch."""
 
 
 def _page_again(adam: Any) -> None:
@@ -367,16 +357,13 @@ def _adam_as_own(adam: Any) -> None:
             state["step"] = torch.tensor(float(step), device=device)
 
 
-def _count_on(optimizer: Any) -> None:
+def _count_on(adam: Any) -> None:
     """Make bias corrections equal, to the last bit, to those of a run that never stopped.
 
     DeepSpeedCPUAdam computes beta ** step by one multiplication per step and does not save the product. A new optimizer
     computes the power directly (deepspeed/ops/csrc/includes/cpu_adam.h), which after many steps differs in the last
     bit. So the steps are repeated on a single number, some microseconds each.
     """
-    adam = getattr(optimizer, "optimizer", optimizer)
-    if not hasattr(adam, "ds_opt_adam"):
-        return
     beta1, beta2 = adam.param_groups[0]["betas"]
     unused = [torch.zeros(1) for _ in range(4)]
     for step in range(1, 1 + max((int(state.get("step", 0)) for state in adam.state.values()), default=0)):
