@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +82,7 @@ def wrap(model: PreTrainedModel, cfg: PeftConfig, layers: Sequence[nn.Module]) -
     from peft import LoraConfig, get_peft_model
 
     names = find_targets(layers, cfg.target_modules)
-    inside = {id(module) for layer in layers for module in layer.modules()}
+    inside = _ids(layers)
     chosen = [(path, module) for path, module in model.named_modules() if path.rpartition(".")[2] in names]
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -258,7 +258,8 @@ def find_quantised(layers: Sequence[nn.Module]) -> tuple[int, ...]:
     Works on the meta device too. Raises ConfigError when linear modules hold less than half of the layers' parameters,
     as in models with fused experts.
     """
-    found = tuple(module.weight.numel() for layer in layers for module in _plain_linears(layer))
+    modules: list[Any] = [module for layer in layers for module in layer.modules()]
+    found = tuple(module.weight.numel() for module in modules if _is_plain(module))
     total = sum(p.numel() for layer in layers for p in layer.parameters())
     if 2 * sum(found) < total:
         raise ConfigError(
@@ -270,8 +271,7 @@ def find_quantised(layers: Sequence[nn.Module]) -> tuple[int, ...]:
 
 def quantised_names(model: nn.Module, layers: Sequence[nn.Module]) -> set[str]:
     """Return the names of the weights in the decoder `layers` of a plain model that QLoRA quantises."""
-    inside = {id(module) for layer in layers for module in _plain_linears(layer)}
-    return {f"{path}.weight" for path, module in model.named_modules() if id(module) in inside}
+    return {f"{path}.weight" for path in paths_to_quantise(model, layers)}
 
 
 def loading_quantised(
@@ -310,7 +310,8 @@ def quantise(
         model.set_submodule(path, _flat(module.to(device), dtype) if flat else quantised(module, dtype, device))
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
-            _set_up(module)
+            module.support_avx512bf16_for_cpu = False  # eval would repack weights for a kernel without backward
+            module.register_state_dict_post_hook(_without_constants)
     model.is_loaded_in_4bit = True  # peft reads this
 
 
@@ -383,11 +384,6 @@ def _flat(module: Any, dtype: torch.dtype) -> nn.Module:
     return sharded_4bit.quantise_whole(module, dtype)
 
 
-def _set_up(module: Any) -> None:
-    module.support_avx512bf16_for_cpu = False  # eval would repack weights for a kernel without backward
-    module.register_state_dict_post_hook(_without_constants)
-
-
 def _without_constants(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Drop the quantisation constants from a state dict: frozen weights are not saved, so neither are these."""
     for name in [name for name in state if name.startswith(f"{prefix}weight.")]:
@@ -402,10 +398,6 @@ def _bitsandbytes() -> Any:
             f"peft.method=qlora needs bitsandbytes, which cannot be imported ({error}): pip install 'remat[qlora]'"
         ) from error
     return bitsandbytes
-
-
-def _plain_linears(layer: nn.Module) -> Iterator[Any]:
-    return (module for module in layer.modules() if _is_plain(module))
 
 
 def _is_plain(module: nn.Module) -> bool:
