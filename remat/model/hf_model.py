@@ -259,16 +259,16 @@ def build(
     """
     settings: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": str(cfg.attention)}
     loading = loading or ({"device_map": {"": onto}} if onto is not None and zero_stage < 3 else {})
+    sharded = ds_config if zero_stage == 3 else None
     model: PreTrainedModel
     try:
         if cfg.init is ModelInit.pretrained and not resuming:
-            sharded = ds_config if zero_stage == 3 else None
             model, loaded = _load(cfg, config, settings, loading, sharded, progress)
             told(loaded)
         else:
             settings["trust_remote_code"] = cfg.trust_remote_code
-            with _zero3(ds_config if zero_stage == 3 else None):
-                model = _random(config, settings, sharded=zero_stage == 3, seed=seed)
+            with _zero3(sharded):
+                model = _random(config, settings, sharded=sharded is not None, seed=seed)
     except OSError as error:
         hint = "" if cfg.allow_pickle else "; .bin weights are refused unless model.allow_pickle=true"
         raise ConfigError(f"model.path={cfg.path}: {_first_line(error)}{hint}") from error
@@ -278,7 +278,7 @@ def build(
         ]
         raise ConfigError("\n".join(found)) from error
     if cfg.init is ModelInit.pretrained and resuming:
-        model.generation_config = _generation_config(cfg, model)
+        take_generation_config(cfg, model)
     model.config.use_cache = False
     model.train()
     return model
@@ -301,7 +301,7 @@ def _load(
             model, read_bytes = own_slices.load(
                 config, cfg, layout, settings=settings, ds=ds, progress=progress
             )
-            model.generation_config = _generation_config(cfg, model)
+            take_generation_config(cfg, model)
         else:
             with _zero3(ds):
                 model = _from_pretrained(cfg, config, settings | loading)
@@ -356,11 +356,10 @@ def _from_pretrained(cfg: ModelConfig, config: PretrainedConfig, settings: dict[
     return model
 
 
-def _generation_config(cfg: ModelConfig, model: PreTrainedModel) -> Any:
-    """Return the generation settings beside the weights, or the model's own if there are none."""
+def take_generation_config(cfg: ModelConfig, model: Any) -> None:
+    """Give `model` the generation settings beside its weights; without any it keeps its own."""
     with contextlib.suppress(OSError):  # many folders have no such file
-        return GenerationConfig.from_pretrained(str(cfg.path))
-    return model.generation_config
+        model.generation_config = GenerationConfig.from_pretrained(str(cfg.path))
 
 
 def check_vocabulary(config: PretrainedConfig, vocabulary: int, tokenizer: str) -> None:
@@ -384,9 +383,7 @@ def assert_sharded(model: nn.Module, world_size: int) -> int:
             f"ZeRO-3 did not partition {whole[:5]} (of {len(whole)}): the model is on every rank"
         )
     params: list[Any] = list({id(p): p for p in model.parameters()}.values())
-    local = sum(
-        p.ds_tensor.ds_numel if hasattr(p.ds_tensor, "ds_numel") else p.ds_tensor.numel() for p in params
-    )
+    local = sum(p.ds_tensor.ds_numel for p in params)
     expected = sum(p.ds_numel for p in params) / world_size
     if not expected <= local <= expected + len(params):
         raise RuntimeError(f"ZeRO-3 shards hold {local} elements on this rank, expected about {expected:.0f}")

@@ -20,12 +20,14 @@ from bitsandbytes.functional import quantize_4bit, quantize_blockwise
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from remat.config.options import ModelConfig, ModelInit
+from remat.machine import distributed
+from remat.model import hf_model
 from remat.model.four_bits import sharded_4bit
 from remat.model.four_bits.layout_4bit import BLOCK, BLOCK_OF_CONSTANTS, Layout
 from remat.model.own_slices import DTYPES
@@ -60,12 +62,12 @@ def load(
             model, files = look(cfg, config, dtype, stack)
         except Elsewhere as found:
             reason = str(found)
-        _agree(reason)
+        if reasons := [each for each in distributed.gather(reason) if each]:
+            raise Elsewhere(reasons[0])
         assert files is not None
         _fill(model, files, find_matrices, dtype, ds_config, device)
     model.is_loaded_in_4bit = True  # peft reads this
-    with contextlib.suppress(OSError):  # many folders have no such file
-        model.generation_config = GenerationConfig.from_pretrained(str(cfg.path))
+    hf_model.take_generation_config(cfg, model)
     model.config.use_cache = False
     trained: PreTrainedModel = model.train()
     return trained, files.read_bytes
@@ -119,14 +121,6 @@ def _folder(cfg: ModelConfig) -> Path:
     if folder.is_dir():
         return folder
     return Path(snapshot_download(str(cfg.path), allow_patterns=[FILES, "*.json"]))
-
-
-def _agree(reason: str) -> None:
-    """Raise Elsewhere on every rank when any has a reason."""
-    found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, reason)
-    if any(found):
-        raise Elsewhere(next(filter(None, found)))
 
 
 class Files:
