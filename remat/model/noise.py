@@ -15,14 +15,12 @@ def add(model: Any, alpha: float, *, blocks: int = 1) -> None:
     `blocks` equal blocks of a sequence, seq is the length of the whole sequence. Noise is drawn from the rank's random
     state, which is part of a saved state.
     """
+
+    def add_noise(module: torch.nn.Module, _: Any, found: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return found
+        most = alpha / math.sqrt(blocks * found.size(1) * found.size(2))
+        return found + torch.zeros_like(found).uniform_(-most, most)
+
     if alpha:
-        model.get_input_embeddings().register_forward_hook(
-            lambda module, _, found: _noisy(module, found, alpha, blocks)
-        )
-
-
-def _noisy(module: torch.nn.Module, found: torch.Tensor, alpha: float, blocks: int) -> torch.Tensor:
-    if not module.training:
-        return found
-    most = alpha / math.sqrt(blocks * found.size(1) * found.size(2))
-    return found + torch.zeros_like(found).uniform_(-most, most)
+        model.get_input_embeddings().register_forward_hook(add_noise)

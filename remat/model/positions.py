@@ -12,8 +12,6 @@ from torch import nn
 from remat.config.options import ConfigError, ModelConfig, ModelInit, RopeScaling
 
 LARGEST_OFFSET = 2  # OPT's table has two rows more than positions
-
-
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # values of Llama 3.1
 LAYER_TYPES = {"full_attention", "sliding_attention"}  # may have their own rotary positions
 
@@ -52,14 +50,12 @@ def stretch(config: Any, cfg: ModelConfig) -> Any:
         more["original_max_position_embeddings"] = own
     if cfg.rope_scaling is RopeScaling.llama3:
         more = {**LLAMA3, **{name: rope[name] for name in LLAMA3 if name in rope}, **more}
-    changed = {"rope_theta": rope["rope_theta"], **_partial(rope), **more}
+    changed = {"rope_theta": rope["rope_theta"], **more}
+    if rope.get("partial_rotary_factor") is not None:
+        changed["partial_rotary_factor"] = rope["partial_rotary_factor"]
     text.rope_parameters = {**found, "full_attention": changed} if nested else changed
     text.max_position_embeddings = int(own * cfg.rope_factor)
     return config
-
-
-def _partial(rope: dict[str, Any]) -> dict[str, Any]:
-    return {name: rope[name] for name in ("partial_rotary_factor",) if rope.get(name) is not None}
 
 
 def check_length(skeleton: Any, config: Any, seq_len: int, cfg: ModelConfig) -> str:
