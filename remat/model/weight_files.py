@@ -33,7 +33,7 @@ def find_differences(skeleton: PreTrainedModel, cfg: ModelConfig) -> list[str]:
     left_out = getattr(skeleton, "_keys_to_ignore_on_load_missing", None) or ()  # transformers makes these
     missing, other = list[str](), list[str]()
     for name, value in skeleton.state_dict().items():
-        found = held.get(name) or held.get(name.removeprefix(prefix))
+        found = held.get(name, held.get(name.removeprefix(prefix)))
         if found is None:
             missing += [name] * (name not in tied and not any(re.search(each, name) for each in left_out))
         elif found != tuple(value.shape):
