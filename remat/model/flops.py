@@ -159,7 +159,7 @@ def count(net: Any, seq_len: int) -> ModelFlops:
     last = runs[-1]
     _check_experts(net, last)
     head = net.get_output_embeddings()
-    output = None if head is None or head.weight is None else id(head.weight)
+    output = None if head is None else id(head.weight)
     weights = {key: _at([run.products.get(key, 0.0) for run in runs], runs, seq_len) for key in last.products}
     passed = {key: 2.0 * last.active(key) * seq_len for key in last.passed - weights.keys()}
     by_weight = weights | passed

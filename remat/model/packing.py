@@ -30,9 +30,8 @@ from remat.model import hf_model, small_copy
 class Way(StrEnum):
     """How a model is told where documents begin. The first way that works is used."""
 
-    positions = (
-        "position ids that restart"  # the model builds its masks from them; flash gets `ends` in addition
-    )
+    # the model builds its masks from them; flash gets `ends` in addition
+    positions = "position ids that restart"
     masks = "position ids that restart, and transformers' block-diagonal masks"
     masks_alone = "transformers' block-diagonal masks"
 

@@ -94,9 +94,7 @@ def build(
         for layers in dict.fromkeys((depth, max(2, depth), _depth(config))):
             try:
                 return _built(_reduced(config, widths, layers), attention, trust_remote_code)
-            except (
-                Exception
-            ) as error:  # sizes that do not fit each other can raise any error anywhere in the library
+            except Exception as error:  # sizes that do not fit each other can raise any error in the library
                 problem = problem or error
     assert problem is not None
     raise problem

@@ -80,8 +80,11 @@ def look(
 
     Raises Elsewhere for a model that only transformers can read.
     """
+    if cfg.init is not ModelInit.pretrained:
+        raise Elsewhere("its weights are drawn at random")
+    if cfg.trust_remote_code:
+        raise Elsewhere("model.trust_remote_code=true: the model's own code may read its files otherwise")
     try:
-        _refuse_options(cfg)
         model = _create(cfg, config, dtype)
         return model, Files(_folder(cfg), model, stack)
     except (OSError, ValueError, SafetensorError) as error:  # transformers will report it in full
@@ -92,13 +95,6 @@ def is_read_in_parts(linear: nn.Module) -> bool:
     """Return whether each rank can read a part of the rows: they are whole blocks and not transposed in the file."""
     weight: Any = linear.weight
     return not isinstance(linear, Conv1D) and weight.shape[-1] % BLOCK == 0
-
-
-def _refuse_options(cfg: ModelConfig) -> None:
-    if cfg.init is not ModelInit.pretrained:
-        raise Elsewhere("its weights are drawn at random")
-    if cfg.trust_remote_code:
-        raise Elsewhere("model.trust_remote_code=true: the model's own code may read its files otherwise")
 
 
 def _create(cfg: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> Any:
