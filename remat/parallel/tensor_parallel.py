@@ -260,7 +260,7 @@ def _run(size: int, world_size: int, zero_stage: int, on_nvme: bool) -> list[str
         ]
     if zero_stage == 0:
         return [
-            f"{OPTION}={size}: ZeRO stage 0 knows no gradient norm over groups; use deepspeed=zero1 or higher"
+            f"{OPTION}={size}: ZeRO stage 0 knows no gradient norm over groups; use deepspeed.config=zero1 or higher"
         ]
     return []
 
