@@ -41,7 +41,20 @@ def check(
 
     `on_nvme` says that parameters or the optimizer's state are offloaded to NVMe.
     """
-    found = [] if size == 1 else [*_run(size, world_size, zero_stage, on_nvme), *_model(size, skeleton)]
+    if size == 1:
+        return
+    ds_config.count_data_ranks(size, world_size)
+    found = []
+    if on_nvme:
+        found.append(
+            f"{OPTION}={size} with parameters or the optimizer on NVMe: their swap files are known by data rank alone, "
+            f"and ranks that share layers would load each other's; use deepspeed.config=zero3_offload, or {OPTION}=1"
+        )
+    elif zero_stage == 0:
+        found.append(
+            f"{OPTION}={size}: ZeRO stage 0 knows no gradient norm over groups; use deepspeed.config=zero1 or higher"
+        )
+    found += _model(size, skeleton)
     if found:
         raise ConfigError("\n".join(found))
 
@@ -249,20 +262,6 @@ def join(world: World, size: int) -> tuple[World, Any | None]:
         return world, None
     groups._init_tp_mesh_device(tensor_model_parallel_size=size)
     return replace(world, tensor_parallel_size=size), groups
-
-
-def _run(size: int, world_size: int, zero_stage: int, on_nvme: bool) -> list[str]:
-    ds_config.count_data_ranks(size, world_size)
-    if on_nvme:
-        return [
-            f"{OPTION}={size} with parameters or the optimizer on NVMe: their swap files are known by data rank alone, "
-            f"and ranks that share layers would load each other's; use deepspeed.config=zero3_offload, or {OPTION}=1"
-        ]
-    if zero_stage == 0:
-        return [
-            f"{OPTION}={size}: ZeRO stage 0 knows no gradient norm over groups; use deepspeed.config=zero1 or higher"
-        ]
-    return []
 
 
 def _model(size: int, skeleton: PreTrainedModel) -> list[str]:

@@ -36,7 +36,8 @@ class Layout:
     @property
     def starts(self) -> list[int]:
         """Return the offset of each part in bytes, and as the last entry the bytes of all parts."""
-        return list(accumulate(map(_aligned, self.part_bytes), initial=0))
+        aligned = (-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in self.part_bytes)
+        return list(accumulate(aligned, initial=0))
 
     @property
     def flat_bytes(self) -> int:
@@ -52,7 +53,3 @@ class Layout:
 def flat_bytes(elements: int) -> int:
     """Return the bytes of the flat parameter for a matrix of `elements` weights."""
     return Layout((1, elements), torch.float32).flat_bytes
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
