@@ -303,9 +303,9 @@ class ReadAhead:
     def __init__(self, batches: GlobalBatches, device: torch.device) -> None:
         self._batches, self._device = batches, device
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._read: queue.SimpleQueue[tuple[int, StepBatch | BaseException]] = queue.SimpleQueue()
+        self._read: queue.SimpleQueue[StepBatch | BaseException] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._ahead: int | None = None  # the position of the step that the thread reads or has read
+        self._is_ahead = False  # whether the thread reads or has read the step at `position`
 
     @property
     def position(self) -> int:
@@ -320,13 +320,13 @@ class ReadAhead:
 
     def next_step(self) -> StepBatch:
         """Return the step at `position` and start reading the next one."""
-        self._ask(self._batches.position)
-        position, found = self._read.get()
-        self._ahead = None
+        self._ask()
+        found = self._read.get()
+        self._is_ahead = False
         if isinstance(found, BaseException):
             raise found
-        self._batches.position = position + found.sample_ids.size
-        self._ask(self._batches.position)
+        self._batches.position += found.sample_ids.size
+        self._ask()
         return found
 
     def close(self) -> None:
@@ -336,16 +336,13 @@ class ReadAhead:
             self._thread.join(CLOSE_S)
             self._thread = None
 
-    def _ask(self, position: int) -> None:
-        if self._ahead is not None and self._ahead != position:  # the stream was moved since
-            self._read.get()
-            self._ahead = None
+    def _ask(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="remat-read-ahead", daemon=True)
             self._thread.start()
-        if self._ahead is None:
-            self._ahead = position
-            self._asked.put(position)
+        if not self._is_ahead:
+            self._is_ahead = True
+            self._asked.put(self._batches.position)
 
     def _run(self) -> None:
         if self._device.type == "cuda":
@@ -353,9 +350,9 @@ class ReadAhead:
             torch.cuda.set_device(self._device)
         while (position := self._asked.get()) is not None:
             try:
-                self._read.put((position, self._pinned(self._batches.read(position))))
+                self._read.put(self._pinned(self._batches.read(position)))
             except BaseException as error:
-                self._read.put((position, error))
+                self._read.put(error)
 
     def _pinned(self, batch: StepBatch) -> StepBatch:
         if self._device.type != "cuda":
