@@ -255,15 +255,6 @@ def own_part(blocks: Blocks, ids: np.ndarray, part: Part) -> dict[str, torch.Ten
     return {name: torch.from_numpy(value) for name, value in found.items()}
 
 
-def eval_micro_batch_count(blocks: Blocks, *, micro_batch_size: int, world_size: int, max_batches: int) -> int:
-    """Return the micro-batches per rank in one pass over `blocks`, equal on all ranks.
-
-    `max_batches` limits them; 0 means no limit.
-    """
-    count = -(-len(blocks) // (micro_batch_size * world_size))
-    return min(count, max_batches) if max_batches else count
-
-
 def eval_micro_batches(
     blocks: Blocks,
     *,
@@ -275,11 +266,12 @@ def eval_micro_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield this rank's micro-batches for an evaluation, in a fixed order and the same number on every rank.
 
-    They hold `part` of each row. Rows past the end of `blocks` fill the last ones and carry no loss.
+    `max_batches` limits the number; 0 means no limit. They hold `part` of each row. Rows past the end of `blocks` fill
+    the last ones and carry no loss.
     """
-    count = eval_micro_batch_count(
-        blocks, micro_batch_size=micro_batch_size, world_size=world_size, max_batches=max_batches
-    )
+    count = -(-len(blocks) // (micro_batch_size * world_size))
+    if max_batches:
+        count = min(count, max_batches)
     order = blocks.order(0, 0, shuffle=False)
     for step in range(count):
         start = (step * world_size + rank) * micro_batch_size

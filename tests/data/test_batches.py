@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from remat.config.options import ConfigError
-from remat.data.batches import (
-    GlobalBatches,
-    check_same_order,
-    eval_micro_batch_count,
-    eval_micro_batches,
-)
+from remat.data.batches import GlobalBatches, check_same_order, eval_micro_batches
 from remat.data.blocks import Blocks
 
 SEQ_LEN = 6
@@ -195,8 +190,7 @@ def test_a_batch_that_does_not_divide_names_all_three() -> None:
 @pytest.mark.parametrize("limit", [0, 1, 2])
 def test_evaluation_has_as_many_batches_on_every_rank_and_every_block_once(count: int, limit: int) -> None:
     blocks = make_blocks(count)
-    expected = eval_micro_batch_count(blocks, micro_batch_size=2, world_size=2, max_batches=limit)
-    assert expected == min(-(-count // 4), limit or 99)
+    expected = min(-(-count // 4), limit or 99)
     per_rank = [
         list(eval_micro_batches(blocks, micro_batch_size=2, rank=rank, world_size=2, max_batches=limit))
         for rank in (0, 1)
