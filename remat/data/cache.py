@@ -71,11 +71,6 @@ class Splits(NamedTuple):
         counts = self.report["train"]
         return max(1, round(counts["squared_lengths"] / max(1, counts["tokens"])))
 
-    def documents_apart(self) -> Splits:
-        """Apply `Blocks.documents_apart` to both halves."""
-        held_out = None if self.held_out is None else self.held_out.documents_apart()
-        return self._replace(train=self.train.documents_apart(), held_out=held_out)
-
 
 def open_blocks(
     cfg: DataConfig,
@@ -272,10 +267,13 @@ def _open(folder: Path, cfg: DataConfig, seq_len: int) -> Splits:
     if bad_rows["count"] and cfg.on_bad_row == BadRows.stop:
         raise ConfigError(stop_text(bad_rows["first"][:STOP_AFTER_BAD_ROWS]))
     _refuse_long(report, cfg)
-    held_out = Blocks.open(folder, "held_out", seq_len) if report["held_out"] else None
-    train = Blocks.open(folder, "train", seq_len)
-    found = Splits(train, held_out, {**report, "folder": str(folder), "key": folder.name})
-    return found.documents_apart() if cfg.packing is Packing.documents else found
+
+    def half(name: str) -> Blocks:
+        blocks = Blocks.open(folder, name, seq_len)
+        return blocks.documents_apart() if cfg.packing is Packing.documents else blocks
+
+    held_out = half("held_out") if report["held_out"] else None
+    return Splits(half("train"), held_out, {**report, "folder": str(folder), "key": folder.name})
 
 
 def _refuse_long(report: dict[str, Any], cfg: DataConfig) -> None:

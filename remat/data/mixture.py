@@ -49,9 +49,6 @@ class Joined(Blocks):
     def trained(self, indices: np.ndarray, begin: int = 0, end: int | None = None) -> np.ndarray:
         return self._gathered(indices, lambda part, own: part.trained(own, begin, end))
 
-    def documents_apart(self) -> Blocks:
-        return self  # the parts decide this themselves
-
     def _owners(self, indices: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._ends, indices, side="right")
 
