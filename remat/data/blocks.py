@@ -12,7 +12,7 @@ import io
 import os
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -73,8 +73,6 @@ class Blocks:
     `apart`: each document of a block has its own positions, and its first token is not a target. `one_each`: a block
     is one row and padding, and a batch is only as wide as its longest row.
     """
-
-    apart = False
 
     def __init__(
         self,
@@ -273,9 +271,6 @@ class BlockCounts:
     long_tokens: int = 0
     long_trained_tokens: int = 0
 
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
-
 
 @dataclass
 class LongRowLog:
@@ -437,7 +432,7 @@ class RowWriter(BlockWriter):
         trained = np.ones(len(ids), dtype=bool) if trained is None else trained
         counts = self.counts
         counts.documents += ends
-        lost, lost_trained = len(ids) - self.seq_len, int(trained[self.seq_len :].sum())
+        lost = len(ids) - self.seq_len
         if lost > 0:
             self.long_rows.add(origin, len(ids))
             if self._drop_long:
@@ -447,7 +442,7 @@ class RowWriter(BlockWriter):
                 return
             counts.truncated_documents += 1
             counts.truncated_tokens += lost
-            counts.truncated_trained_tokens += lost_trained
+            counts.truncated_trained_tokens += int(trained[self.seq_len :].sum())
             ids, trained = ids[: self.seq_len], trained[: self.seq_len]
         if not trained[1:].any():
             counts.dropped_documents += 1

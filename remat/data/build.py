@@ -160,7 +160,7 @@ def write_blocks(plan: Plan, folder: Path, shards: Path, *, show_progress: bool)
     if plan.divides and not all(half.blocks for half in written.counts.values()):
         written = _write_divided(plan, folder, show_progress)
     plan.hashes.refuse_changed()
-    counts = {name: half.as_dict() for name, half in written.counts.items()}
+    counts = {name: asdict(half) for name, half in written.counts.items()}
     _check_not_empty(plan, counts, written.bad_rows)
     report = {
         "version": CACHE_VERSION,
