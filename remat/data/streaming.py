@@ -51,10 +51,6 @@ class Place:
     window: int = 0
     lost: dict[str, int] = field(default_factory=dict)
 
-    def same_document(self, other: Place) -> bool:
-        mine, theirs = ((p.epoch, p.part, p.document, p.tokens) for p in (self, other))
-        return mine == theirs
-
 
 class _Reading(NamedTuple):
     """Documents from `place` on, and the log of unusable rows among them."""
@@ -141,7 +137,6 @@ class Stream:
             following = replace(here, tokens=here.tokens + left - before)
             again = [(following, begun[index][1]), *((p, d) for p, d, _ in begun[index + 1 :]), *again]
             counts.dropped_tokens = 0
-        self._reading = _Reading(following, chain(again, documents), bad_rows)
         lost = dict(place.lost)
         for name, count in {
             "rows_cut": counts.truncated_documents,
@@ -151,11 +146,9 @@ class Stream:
         }.items():
             lost |= {name: lost.get(name, 0) + count} if count else {}
         following = replace(following, block=place.block + len(blocks), window=place.window + 1, lost=lost)
-        return Window(blocks, self._order(place, len(blocks)), following, counts, writer.long_rows)
-
-    def _order(self, place: Place, count: int) -> np.ndarray:
-        """Return the order of the `count` blocks of a window, int64 [count]."""
-        return epoch_order(count, self.seed, place.window, self.cfg.shuffle)
+        self._reading = _Reading(following, chain(again, documents), bad_rows)
+        order = epoch_order(len(blocks), self.seed, place.window, self.cfg.shuffle)
+        return Window(blocks, order, following, counts, writer.long_rows)
 
     def _writer(self) -> BlockWriter:
         cfg = self.cfg
@@ -176,7 +169,7 @@ class Stream:
     def _going_on(self, place: Place) -> _Reading:
         """Return the documents from `place` on. If the last window ended there, its reading continues."""
         reading, self._reading = self._reading, None
-        if reading is not None and reading.place.same_document(place):
+        if reading is not None and reading.place == place:
             return reading
         bad_rows = BadRowLog(self.cfg.on_bad_row)
         return _Reading(place, self._documents(place, bad_rows), bad_rows)
