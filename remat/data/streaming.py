@@ -80,7 +80,7 @@ class Stream:
         self._corpus, self._tokenizer, self._seq_len = corpus, tokenizer, seq_len
         self._reading: _Reading | None = None
 
-    def held_out(self, rows: int, tokens: int) -> tuple[Blocks, BlockWriter, BadRowLog]:
+    def held_out(self, rows: int, tokens: int) -> tuple[Blocks, BlockCounts]:
         """Return the first documents as blocks, at most `rows` and about `tokens` (0: no limit). Moves `first`."""
         writer, bad_rows, count = self._writer(), BadRowLog(self.cfg.on_bad_row), 0
         after = None
@@ -90,7 +90,7 @@ class Stream:
             if count == rows or (tokens and writer.added >= tokens):
                 after = place
                 break
-            self._add(writer, [replace(document, ends=True)], bad_rows)
+            self._add_batch(writer, [(Place(), replace(document, ends=True))], [], bad_rows)
             count += 1
         if after is None:
             raise ConfigError(
@@ -98,17 +98,18 @@ class Stream:
                 "train on: lower data.eval_rows or data.eval_tokens, name data.eval_path, or set data.eval_fraction=0"
             )
         self.first = after
-        return self._apart(writer.in_memory()), writer, bad_rows
+        return self._apart(writer.in_memory()), writer.counts
 
-    def everything(self, tokens: int) -> tuple[Blocks, BlockWriter, BadRowLog]:
+    def everything(self, tokens: int) -> tuple[Blocks, BlockCounts]:
         """Return all documents of held-out data as blocks, or the first ones with about `tokens` (0: no limit)."""
         writer, bad_rows = self._writer(), BadRowLog(self.cfg.on_bad_row)
         for document in self._corpus.read(bad_rows):
             if tokens and writer.added >= tokens:
                 break
-            self._add(writer, [document], bad_rows)
+            if document.content:
+                self._add_batch(writer, [(Place(), document)], [], bad_rows)
         bad_rows.check()
-        return self._apart(writer.in_memory()), writer, bad_rows
+        return self._apart(writer.in_memory()), writer.counts
 
     def window(self, place: Place) -> Window:
         """Return the window that begins at `place`. Raises ConfigError for data that cannot be used."""
@@ -209,11 +210,6 @@ class Stream:
             elif document.starts:
                 writer.begin()
             writer.add_all(examples, document.ends, document.origin)
-
-    def _add(self, writer: BlockWriter, documents: list[Document], bad_rows: BadRowLog) -> None:
-        self._add_batch(
-            writer, [(Place(), document) for document in documents if document.content], [], bad_rows
-        )
 
 
 class FirstWindow(Joined):
@@ -323,7 +319,7 @@ def open_stream(
         "tokenizer": tokenizer_identity(tokenizer),
     } | what_is_read(cfg, tokenizer)
     stream = Stream(cfg, corpus, tokenizer, seq_len, seed)
-    held: tuple[Blocks, BlockWriter, BadRowLog] | None = None
+    held: tuple[Blocks, BlockCounts] | None = None
     if cfg.eval_path:
         other = open_corpus(cfg, cfg.eval_path, "data.eval_path", sketches)
         refuse_trained(cfg, corpus.files & other.files)
@@ -346,7 +342,7 @@ def open_stream(
         "found": found_in_words(corpus, cfg, tokenizer),
         "seq_len": seq_len,
         "train": asdict(window.counts),
-        "held_out": held and asdict(held[1].counts),
+        "held_out": held and asdict(held[1]),
         "held_out_by": held and ("data.eval_path" if cfg.eval_path else "data.eval_rows"),
         "empty_documents": 0,
         "long_rows": asdict(window.long_rows),
