@@ -246,15 +246,15 @@ class StreamedBatches(GlobalBatches):
             window = self._window(at)
             begin = max(0, position - self._places[at].block)
             taken = window.order[begin : begin + missing]
-            used.append((window.blocks, taken, self._places[at].block))
+            if len(taken):
+                used.append((window.blocks, taken, self._places[at].block))
             missing -= len(taken)
             at += 1
         self._windows = {index: window for index, window in self._windows.items() if index >= first}
-        filled = [each for each in used if len(each[1])]
-        joined = Joined([blocks for blocks, _, _ in filled])
-        starts = np.cumsum([0, *(len(blocks) for blocks, _, _ in filled)])
-        ids = np.concatenate([start + own for start, (_, own, _) in zip(starts, filled, strict=False)])
-        sample_ids = np.concatenate([block + own for _, own, block in filled])
+        joined = Joined([blocks for blocks, _, _ in used])
+        starts = np.cumsum([0, *(len(blocks) for blocks, _, _ in used)])
+        ids = np.concatenate([start + own for start, (_, own, _) in zip(starts, used, strict=False)])
+        sample_ids = np.concatenate([block + own for _, own, block in used])
         if joined.one_each:
             longest_first = np.argsort(-joined.lengths[ids], kind="stable")
             ids, sample_ids = ids[longest_first], sample_ids[longest_first]
