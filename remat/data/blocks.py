@@ -18,6 +18,7 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
+from remat.config.options import DataConfig, LongRows, Packing
 from remat.data.formats import Example
 
 
@@ -483,6 +484,22 @@ class RowWriter(BlockWriter):
         self.counts.blocks += 1
         self.counts.tokens += used
         self.counts.trained_tokens += trained_tokens
+
+
+def open_writer(
+    cfg: DataConfig, folder: Path | None, name: str, *, seq_len: int, pad_id: int | None
+) -> BlockWriter:
+    """Return the writer of one split for data of `cfg`. `pad_id` is the tokenizer's padding token, if it has one."""
+    if not cfg.has_rows:
+        return TextWriter(folder, name, seq_len=seq_len)
+    return RowWriter(
+        folder,
+        name,
+        seq_len=seq_len,
+        packed=cfg.packing is Packing.documents,
+        pad_id=pad_id or 0,
+        drop_long=cfg.long_rows is LongRows.drop,
+    )
 
 
 def _squared_lengths(starts: np.ndarray) -> int:

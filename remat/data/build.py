@@ -48,9 +48,8 @@ from remat.data.blocks import (
     BlockCounts,
     BlockWriter,
     LongRowLog,
-    RowWriter,
-    TextWriter,
     divide,
+    open_writer,
 )
 from remat.data.files import Hashes
 from remat.data.formats import Example, describe, encode, what_is_read
@@ -272,7 +271,8 @@ def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
     """
     assert plan.corpus is not None
     bad_rows = BadRowLog(plan.cfg.on_bad_row)
-    with _writers(plan, folder, {"train": "whole"}, packs_rows=False) as writers:
+    unpacked = replace(plan, cfg=replace(plan.cfg, packing=Packing.none))
+    with _writers(unpacked, folder, {"train": "whole"}) as writers:
         empty = _write_documents(plan, plan.corpus, Chooser(never), writers, bad_rows, show_progress)
         whole = writers["train"].close()
         long_rows = _long_rows(writers)
@@ -301,25 +301,12 @@ def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
 
 
 @contextmanager
-def _writers(
-    plan: Plan, folder: Path, file_names: dict[str, str], *, packs_rows: bool = True
-) -> Iterator[dict[str, BlockWriter]]:
+def _writers(plan: Plan, folder: Path, file_names: dict[str, str]) -> Iterator[dict[str, BlockWriter]]:
     """Yield a writer for each half, with the given file names. All are closed at the end, also after an error."""
-    cfg, seq_len = plan.cfg, plan.seq_len
-
-    def open_writer(name: str) -> BlockWriter:
-        if not cfg.has_rows:
-            return TextWriter(folder, name, seq_len=seq_len)
-        return RowWriter(
-            folder,
-            name,
-            seq_len=seq_len,
-            packed=packs_rows and cfg.packing is Packing.documents,
-            pad_id=int(plan.tokenizer.pad_token_id or 0),
-            drop_long=cfg.long_rows is LongRows.drop,
-        )
-
-    writers = {half: open_writer(name) for half, name in file_names.items()}
+    writers = {
+        half: open_writer(plan.cfg, folder, name, seq_len=plan.seq_len, pad_id=plan.tokenizer.pad_token_id)
+        for half, name in file_names.items()
+    }
     try:
         yield writers
     finally:

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from remat.config.options import ConfigError, DataConfig, LongRows, Packing
+from remat.config.options import ConfigError, DataConfig, Packing
 from remat.config.redact import redact
 from remat.data.batches import GlobalBatches, StepBatch
-from remat.data.blocks import BlockCounts, Blocks, BlockWriter, LongRowLog, RowWriter, TextWriter, epoch_order
+from remat.data.blocks import BlockCounts, Blocks, BlockWriter, LongRowLog, epoch_order, open_writer
 from remat.data.build import CACHE_VERSION, found_in_words, tokenizer_identity
 from remat.data.files import Sketches
 from remat.data.formats import encode, what_is_read
@@ -152,17 +152,7 @@ class Stream:
         return Window(blocks, order, following, counts, writer.long_rows)
 
     def _writer(self) -> BlockWriter:
-        cfg = self.cfg
-        if not cfg.has_rows:
-            return TextWriter(None, "", seq_len=self._seq_len)
-        return RowWriter(
-            None,
-            "",
-            seq_len=self._seq_len,
-            packed=cfg.packing is Packing.documents,
-            pad_id=int(self._tokenizer.pad_token_id or 0),
-            drop_long=cfg.long_rows is LongRows.drop,
-        )
+        return open_writer(self.cfg, None, "", seq_len=self._seq_len, pad_id=self._tokenizer.pad_token_id)
 
     def _apart(self, blocks: Blocks) -> Blocks:
         return blocks.documents_apart() if self.cfg.packing is Packing.documents else blocks
