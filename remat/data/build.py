@@ -161,14 +161,7 @@ def write_blocks(plan: Plan, folder: Path, shards: Path, *, show_progress: bool)
     plan.hashes.refuse_changed()
     counts = {name: asdict(half) for name, half in written.counts.items()}
     _check_not_empty(plan, counts, written.bad_rows)
-    report = {
-        "version": CACHE_VERSION,
-        "source": str(plan.cfg.source),
-        "path": redact(plan.cfg.path),
-        "format": str(plan.cfg.format),
-        "packed": not plan.cfg.has_rows or plan.cfg.packing is Packing.documents,
-        "found": found_in_words(plan.corpus, plan.cfg, plan.tokenizer),
-        "seq_len": plan.seq_len,
+    report = report_source(plan.corpus, plan.cfg, plan.tokenizer, plan.seq_len) | {
         "train": counts["train"],
         "held_out": counts.get("held_out"),
         "held_out_by": written.held_out_by,
@@ -183,10 +176,20 @@ def write_blocks(plan: Plan, folder: Path, shards: Path, *, show_progress: bool)
         os.fsync(file.fileno())
 
 
-def found_in_words(corpus: Corpus | None, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Describe the data and how its rows become text, for the header and the report."""
-    parts = [corpus.found, describe(cfg, tokenizer)] if corpus else []
-    return "; ".join(part for part in parts if part)
+def report_source(
+    corpus: Corpus | None, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int
+) -> dict[str, Any]:
+    """Return the part of a report that tells the data and how its rows become blocks. `cfg` has the format found."""
+    found = [corpus.found, describe(cfg, tokenizer)] if corpus else []
+    return {
+        "version": CACHE_VERSION,
+        "source": str(cfg.source),
+        "path": redact(cfg.path),
+        "format": str(cfg.format),
+        "packed": not cfg.has_rows or cfg.packing is Packing.documents,
+        "found": "; ".join(part for part in found if part),
+        "seq_len": seq_len,
+    }
 
 
 def _write_halves(plan: Plan, folder: Path, show_progress: bool, shards: Path | None) -> _Written:

@@ -22,7 +22,7 @@ from remat.config.options import ConfigError, DataConfig, Packing
 from remat.config.redact import redact
 from remat.data.batches import GlobalBatches, StepBatch
 from remat.data.blocks import BlockCounts, Blocks, BlockWriter, LongRowLog, epoch_order, open_writer
-from remat.data.build import CACHE_VERSION, found_in_words, tokenizer_identity
+from remat.data.build import CACHE_VERSION, report_source, tokenizer_identity
 from remat.data.files import Sketches
 from remat.data.formats import encode, what_is_read
 from remat.data.held_out import characters_of
@@ -323,14 +323,7 @@ def open_stream(
         raise ConfigError(
             f"{option} leaves no block of train.seq_len={seq_len} tokens: give more data or a smaller train.seq_len"
         )
-    report = {
-        "version": CACHE_VERSION,
-        "source": str(cfg.source),
-        "path": redact(cfg.path),
-        "format": str(cfg.format),
-        "packed": not cfg.has_rows or cfg.packing is Packing.documents,
-        "found": found_in_words(corpus, cfg, tokenizer),
-        "seq_len": seq_len,
+    report = report_source(corpus, cfg, tokenizer, seq_len) | {
         "train": asdict(window.counts),
         "held_out": held and asdict(held[1]),
         "held_out_by": held and ("data.eval_path" if cfg.eval_path else "data.eval_rows"),
