@@ -20,7 +20,7 @@ import sysconfig
 import time
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,13 +79,8 @@ def recognise(path: Path, asked: FileType, option: str) -> Kind:
         head = stream.read(HEAD_BYTES)
     compression = "gzip" if head.startswith(GZIP) else "zstd" if head.startswith(ZSTD) else ""
     if compression:
-        try:
-            with open_stream(path, compression) as stream:
-                head = stream.read(HEAD_BYTES)
-        except Exception as error:
-            if not is_damage(error):
-                raise
-            raise ConfigError(tell_damaged(path, option, error)) from error
+        with telling_damage(path, option), open_stream(path, compression) as stream:
+            head = stream.read(HEAD_BYTES)
     if asked is not FileType.auto:
         return Kind(asked, compression)
     for start, remedy in REFUSED.items():
@@ -139,17 +134,24 @@ def open_stream(path: Path, compression: str) -> BinaryIO:
     return path.open("rb")
 
 
-def is_damage(error: Exception) -> bool:
-    """Return whether `error` means that a file's bytes do not match its kind."""
+@contextlib.contextmanager
+def telling_damage(path: Path, option: str) -> Iterator[None]:
+    """Raise ConfigError for an error inside which means that the bytes of `path` do not match its kind."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_damage(error):
+            raise
+        told = f"{option}: {path} is damaged or incomplete ({error}): copy or download it again"
+        raise ConfigError(told) from error
+
+
+def _is_damage(error: Exception) -> bool:
     if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)) or type(error).__module__.startswith(
         "pyarrow"
     ):
         return True
     return isinstance(error, OSError) and error.errno is None  # pyarrow: it cannot decompress the data
-
-
-def tell_damaged(path: Path, option: str, error: BaseException) -> str:
-    return f"{option}: {path} is damaged or incomplete ({error}): copy or download it again"
 
 
 FOLDER = "hashes"  # in the cache

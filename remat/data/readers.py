@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from remat.config.options import ConfigError, FileType
 from remat.config.units import MIB
-from remat.data.files import SourceFile, is_damage, open_stream, tell_damaged
+from remat.data.files import SourceFile, open_stream, telling_damage
 
 ROWS_PER_BATCH = 1024
 CHUNK_BYTES = MIB
@@ -54,12 +54,8 @@ def read_rows(
         FileType.parquet: _parquet,
         FileType.arrow: _arrow,
     }[file.kind.file_type]
-    try:
+    with telling_damage(file.path, file.option):
         yield from reader(file, columns, rows_per_batch)
-    except Exception as error:
-        if not is_damage(error):
-            raise
-        raise ConfigError(tell_damaged(file.path, file.option, error)) from error
 
 
 def count_rows(file: SourceFile) -> int:

@@ -28,10 +28,9 @@ from remat.data.files import (
     SourceFile,
     bare_name,
     find_files,
-    is_damage,
     open_stream,
     stdlib_files,
-    tell_damaged,
+    telling_damage,
 )
 from remat.data.readers import Row, Unusable, count_rows, read_rows, without_nulls
 from remat.data.rows import (
@@ -333,7 +332,7 @@ def _text(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> Ite
 
 def _decoded(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> Iterator[Document | None]:
     """Yield pieces of text, and None instead of a piece that is not UTF-8."""
-    for raw, line in _whole_pieces(file, piece_bytes or LARGEST_PIECE_BYTES):
+    for raw, line in _pieces(file, piece_bytes or LARGEST_PIECE_BYTES):
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
@@ -348,19 +347,10 @@ def _decoded(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> 
         )
 
 
-def _whole_pieces(file: SourceFile, piece_bytes: int) -> Iterator[tuple[bytes, int]]:
-    try:
-        yield from _pieces(file, piece_bytes)
-    except Exception as error:
-        if not is_damage(error):
-            raise
-        raise ConfigError(tell_damaged(file.path, file.option, error)) from error
-
-
 def _pieces(file: SourceFile, piece_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Yield (bytes, number of their first line). Cuts are after a line, or between characters of a line over 1 MiB."""
     line, left = 1, b""
-    with open_stream(file.path, file.kind.compression) as stream:
+    with telling_damage(file.path, file.option), open_stream(file.path, file.kind.compression) as stream:
         while raw := left + stream.read(max(1, piece_bytes - len(left))):
             if not raw.endswith(b"\n"):
                 raw += stream.readline(LONGEST_LINE_BYTES)
