@@ -8,7 +8,7 @@ import re
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby, islice, pairwise
 from operator import itemgetter
@@ -102,7 +102,7 @@ class Corpus:
     kind: str
     data_format: DataFormat
     found: str
-    files: frozenset[Path] = field(default_factory=frozenset)
+    files: frozenset[Path] = frozenset()
 
     def read(self, bad_rows: BadRowLog) -> Iterator[Document]:
         """Yield all documents; unusable rows go to `bad_rows`."""
@@ -319,14 +319,7 @@ def _text(file: SourceFile, bad_rows: BadRowLog, piece_bytes: int | None) -> Ite
     decoded = _decoded(file, bad_rows, piece_bytes)
     for piece, following in pairwise(chain(decoded, [None])):
         if piece is not None:
-            yield Document(
-                piece.content,
-                piece.origin,
-                piece.unit,
-                starts=previous is None,
-                ends=following is None,
-                size=piece.size,
-            )
+            yield replace(piece, starts=previous is None, ends=following is None)
         previous = piece
 
 
