@@ -21,7 +21,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, pairwise
 from multiprocessing import get_context
@@ -334,7 +334,7 @@ def _write_documents(
         for batch, found in (
             _encoded(batches, plan, bad_rows)
             if shards is None
-            else encoded(batches, plan.cfg, plan.tokenizer, shards, bad_rows)
+            else _encoded_by_processes(batches, plan, shards, bad_rows)
         ):
             empty += sum(not document.content for _, document in batch)
             examples = iter(found)
@@ -354,10 +354,9 @@ def _write_documents(
 def _encoded(
     batches: Iterator[Batch], plan: Plan, bad_rows: BadRowLog
 ) -> Iterator[tuple[Batch, list[list[Example]]]]:
-    """Yield each batch with the examples of its documents, encoded in this process."""
+    """Yield each batch with the examples of its documents that are not empty, encoded in this process."""
     for batch in batches:
-        filled = [document for _, document in batch if document.content]
-        yield batch, encode(filled, plan.cfg, plan.tokenizer, bad_rows)
+        yield batch, encode(_without_empty(batch), plan.cfg, plan.tokenizer, bad_rows)
 
 
 class _Progress:
@@ -408,13 +407,10 @@ def _from_corpus(corpus: Corpus, is_held_out: Chooser, bad_rows: BadRowLog) -> I
         assert document is not None and half is not None
         yield (
             half,
-            Document(
-                document.content,
-                document.origin,
-                document.unit,
+            replace(
+                document,
                 starts=document.starts or half != half_before,
                 ends=document.ends or half != following[0],
-                size=document.size,
                 goes_on=not document.ends and half != following[0],
             ),
         )
@@ -520,42 +516,31 @@ _work: tuple[DataConfig, PreTrainedTokenizerBase, Path]  # set in each process o
 Batch = list[tuple[str, Document]]  # (half, document)
 
 
-def processes_of(cfg: DataConfig) -> int:
-    """Return the number of encoding processes: `data.processes`, or one per core that this process may use."""
-    return cfg.processes or available_cores()
-
-
-def encoded(
-    batches: Iterator[Batch],
-    cfg: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    bad_rows: BadRowLog,
+def _encoded_by_processes(
+    batches: Iterator[Batch], plan: Plan, folder: Path, bad_rows: BadRowLog
 ) -> Iterator[tuple[Batch, list[list[Example]]]]:
-    """Yield the batches in order, each with the examples of its documents that are not empty.
+    """Yield as `_encoded` does, in the order of the batches. Several processes encode, and keep shards in `folder`.
 
-    Several processes encode. Shards are kept in `folder`. Rows that a template refuses go to `bad_rows`. Raises what
-    `encode` raises.
+    Rows that a template refuses go to `bad_rows`. Raises what `encode` raises.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    count = processes_of(cfg)
+    count = plan.cfg.processes or available_cores()
     waiting: deque[tuple[int, Batch, Future[None] | None]] = deque()
-    with ExitStack() as stack:
-        pool: ProcessPoolExecutor | None = None
+    arguments = (plan.cfg, plan.tokenizer, folder, os.getpid())
+    # Forked: a spawned process would import torch and transformers again.
+    pool = ProcessPoolExecutor(count, get_context("fork"), _begin_worker, arguments)
+    try:
         for index, batch in enumerate(batches):
             future = None
             if _read_shard(folder, index, batch) is None:
-                if pool is None:
-                    arguments = (cfg, tokenizer, folder, os.getpid())
-                    # Forked: a spawned process would import torch and transformers again.
-                    pool = ProcessPoolExecutor(count, get_context("fork"), _begin_worker, arguments)
-                    stack.callback(pool.shutdown, cancel_futures=True)
                 future = pool.submit(_encode_batch, index, _without_empty(batch))
             waiting.append((index, batch, future))
             if len(waiting) > AHEAD * count:
                 yield _finished_shards(folder, *waiting.popleft(), bad_rows)
         while waiting:
             yield _finished_shards(folder, *waiting.popleft(), bad_rows)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _without_empty(batch: Batch) -> list[Document]:
