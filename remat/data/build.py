@@ -199,10 +199,10 @@ def _write_halves(plan: Plan, folder: Path, show_progress: bool, shards: Path | 
     is_held_out = Chooser(never)
     if plan.divides and plan.corpus is not None:
         sample = _sample(plan, plan.corpus)
-        most = bound(plan.cfg.eval_fraction, plan.cfg.eval_tokens, sample, plan.corpus.total)
+        fraction, characters = bound(plan.cfg.eval_fraction, plan.cfg.eval_tokens, sample, plan.corpus.total)
         beforehand = plan.corpus.read(BadRowLog(plan.cfg.on_bad_row))
-        chosen = rule(_advancing(beforehand, plan), seed=plan.seed, fraction=most.fraction)
-        is_held_out = Chooser(chosen, most.characters)
+        chosen = rule(_advancing(beforehand, plan), seed=plan.seed, fraction=fraction)
+        is_held_out = Chooser(chosen, characters)
     with _writers(plan, folder, {name: name for name in names}) as writers:
         if plan.corpus is None:
             _write_synthetic(plan, writers)

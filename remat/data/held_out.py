@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from remat.data.rows import Document
 
@@ -33,19 +32,14 @@ def rule(documents: Iterable[Document], *, seed: int, fraction: float) -> Callab
     return choose(weights, seed=seed, fraction=fraction).__contains__
 
 
-@dataclass(frozen=True)
-class Bound:
-    """The most that may be held out: a share of the documents, and a number of characters."""
+def bound(
+    fraction: float, most_tokens: int, sample: Iterable[tuple[Document, int]], total: int
+) -> tuple[float, float]:
+    """Return the share of the documents, and the number of characters, that may be held out at most.
 
-    fraction: float
-    characters: float
-
-
-def bound(fraction: float, most_tokens: int, sample: Iterable[tuple[Document, int]], total: int) -> Bound:
-    """Return the bound for holding out `fraction` of the data, but at most about `most_tokens` tokens (0: no limit).
-
-    `sample` are the first documents and their numbers of tokens, `total` the size of all (`Corpus.total`). So the bound
-    depends on the content of the data, not on its location.
+    These are `fraction` of the data, but at most about `most_tokens` tokens (0: no limit). `sample` are the first
+    documents and their numbers of tokens, `total` the size of all (`Corpus.total`). So the bound depends on the content
+    of the data, not on its location.
     """
     size = tokens = characters = 0
     for document, length in sample:
@@ -53,8 +47,8 @@ def bound(fraction: float, most_tokens: int, sample: Iterable[tuple[Document, in
         tokens += length
         characters += characters_of(document)
     if not (most_tokens and size and tokens and total):
-        return Bound(fraction, math.inf)
-    return Bound(min(fraction, most_tokens * size / (tokens * total)), most_tokens * characters / tokens)
+        return fraction, math.inf
+    return min(fraction, most_tokens * size / (tokens * total)), most_tokens * characters / tokens
 
 
 class Chooser:
@@ -78,8 +72,7 @@ class Chooser:
 
 def characters_of(document: Document) -> int:
     """Return the characters of a text, or of a row as a string."""
-    content = document.content
-    return len(content) if isinstance(content, str) else len(str(content))
+    return len(str(document.content))
 
 
 def choose(weights: dict[str, int], *, seed: int, fraction: float) -> frozenset[str]:
