@@ -226,6 +226,7 @@ def _csv(file: SourceFile, *_: Any) -> Iterator[Row]:
             try:
                 record = next(records, None)
             except csv.Error as error:
+                record = []
                 content: Any = Unusable(f"is not CSV ({error})")
             else:
                 if record is None:
@@ -233,7 +234,7 @@ def _csv(file: SourceFile, *_: Any) -> Iterator[Row]:
                 content = _record(header, record)
             if content is not None:
                 number += 1
-                size = 0 if compressed else sum(len(cell) + 1 for cell in record or [])
+                size = 0 if compressed else sum(len(cell) + 1 for cell in record)
                 yield Row(str(line), number, content, size)
             line = records.line_num + 2  # line_num does not count the header
 

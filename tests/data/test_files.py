@@ -217,6 +217,8 @@ def test_unusable_rows_of_arrays_and_csv_are_named_by_line_and_counted(tmp_path:
     ]
     with pytest.raises(ConfigError, match=r"a\.csv:4: has 1 cells.*(.|\n)*data\.on_bad_row=skip"):
         found(str(table))
+    table.write_bytes(b'instruction,output\na"x,"b"y\nlast,e\n')  # the first row is the broken one
+    assert found(str(table), skipping) == [Instruction("last", "", "e")]
 
 
 @pytest.mark.parametrize(
