@@ -172,8 +172,11 @@ def _array(file: SourceFile, *_: Any) -> Iterator[Row]:
                 return
             raise _not_an_array(file, text)
         text.skip()
-        told_bytes = 0
-        while text.peek() != "]" or text.row:
+        told_bytes, closing = 0, text.peek()
+        if closing == "]":
+            text.skip()
+        while closing != "]":
+            text.peek()
             text.row += 1
             line = text.line
             value = text.value()
@@ -185,11 +188,6 @@ def _array(file: SourceFile, *_: Any) -> Iterator[Row]:
                 raise text.broken(
                     "the file ends" if not closing else f"a comma or ] should stand before {closing!r}"
                 )
-            text.skip()
-            if closing == "]":
-                break
-            text.peek()
-        else:
             text.skip()
         if text.peek():
             raise text.broken("text follows the end of the array")
