@@ -32,7 +32,7 @@ from remat.data.blocks import Blocks
 from remat.data.build import NoRoom, Plan, make_plan, write_blocks
 from remat.data.files import Hashes
 from remat.data.mixture import Mixture, mixed_report
-from remat.data.rows import STOP_AFTER_BAD_ROWS, stop_text
+from remat.data.rows import stop_text
 from remat.data.streaming import open_stream
 from remat.machine import distributed
 from remat.machine.owner_lock import OwnerLock, current_process, holder_of, labelled
@@ -265,7 +265,7 @@ def _open(folder: Path, cfg: DataConfig, seq_len: int) -> Splits:
     report = json.loads((folder / "report.json").read_text())
     bad_rows = report["bad_rows"]
     if bad_rows["count"] and cfg.on_bad_row == BadRows.stop:
-        raise ConfigError(stop_text(bad_rows["first"][:STOP_AFTER_BAD_ROWS]))
+        raise ConfigError(stop_text(bad_rows["first"]))
     _refuse_long(report, cfg)
 
     def half(name: str) -> Blocks:

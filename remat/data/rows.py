@@ -43,9 +43,7 @@ class Chat:
     trained: list[bool]
 
 
-def chat_of(
-    messages: Any, tools: Any, roles: list[str] | None, *, name: str = "messages", start: int = 0
-) -> Chat:
+def chat_of(messages: Any, tools: Any, roles: list[str] | None, *, name: str, start: int = 0) -> Chat:
     """Return messages in one form. Those of `roles` (None: all) from `start` on are trained.
 
     `name` is the field of the messages, for errors. Raises ValueError with the reason for a chat that is unusable or
@@ -234,11 +232,12 @@ class BadRowLog:
     def check(self) -> None:
         """Raise ConfigError if there were bad rows and the policy is `stop`. Also call this at the end of the data."""
         if self.count and self.policy == BadRows.stop:
-            raise ConfigError(stop_text(self.first[:STOP_AFTER_BAD_ROWS]))
+            raise ConfigError(stop_text(self.first))
 
 
 def stop_text(bad_rows: list[str]) -> str:
-    listed = "\n".join(f"  {row}" for row in bad_rows)
+    """Return the error that lists the first of `bad_rows`."""
+    listed = "\n".join(f"  {row}" for row in bad_rows[:STOP_AFTER_BAD_ROWS])
     return (
         f"data.on_bad_row=stop, and these rows cannot be used (there may be more):\n{listed}\n"
         "Correct them, or skip and count such rows with data.on_bad_row=skip"
@@ -248,7 +247,7 @@ def stop_text(bad_rows: list[str]) -> str:
 def content_of(row: Any, cfg: DataConfig) -> Content:
     """Return the checked content of a row of `cfg.format`. Raises ValueError with the reason for an unusable row."""
     if not isinstance(row, dict):
-        raise ValueError(f"is {kind(row)}, not an object")
+        raise ValueError(_no_object(row))
     row = with_our_names(row, cfg)
     if missing := [name for name in REQUIRED[cfg.format] if name not in row]:
         raise ValueError(_lacks(row, cfg, missing[0]))
@@ -263,6 +262,10 @@ def content_of(row: Any, cfg: DataConfig) -> Content:
     return chat_of(
         _with_system(row[name], system), row.get("tools"), cfg.trained_roles(), name=_theirs(name, cfg)
     )
+
+
+def _no_object(row: Any) -> str:
+    return row.reason if isinstance(row, Unusable) else f"is {kind(row)}, not an object"
 
 
 def with_our_names(row: dict[str, Any], cfg: DataConfig) -> dict[str, Any]:
@@ -430,10 +433,7 @@ def _fields(row: dict[str, Any], most: int) -> list[str]:
 def _no_rows(rows: list[tuple[str, Any]], option: str, path: Any) -> str:
     if not rows:
         return f"{option}={path} holds no row: give a file with data"
-    listed = "\n".join(
-        f"  {origin}: {row.reason if isinstance(row, Unusable) else f'is {kind(row)}, not an object'}"
-        for origin, row in rows[:5]
-    )
+    listed = "\n".join(f"  {origin}: {_no_object(row)}" for origin, row in rows[:5])
     return (
         f"{option}={path}: none of the first {len(rows)} rows can be read:\n{listed}\n"
         "Give one JSON object per line, a JSON array of objects, CSV with a header, or a table; or say what the file "
@@ -482,9 +482,6 @@ def _columns(row: dict[str, Any]) -> str:
 
 
 def _needs(each: DataFormat, cfg: DataConfig) -> str:
-    def name(ours: str) -> str:
-        return cfg.columns.get(ours, cfg.text_field if ours == "text" else ours)
-
-    needed = " and ".join(map(name, REQUIRED[each]))
-    optional = ", ".join(map(name, OPTIONAL[each]))
+    needed = " and ".join(_theirs(name, cfg) for name in REQUIRED[each])
+    optional = ", ".join(_theirs(name, cfg) for name in OPTIONAL[each])
     return f"{needed} (optional: {optional})" if optional else needed

@@ -32,7 +32,7 @@ from remat.data.files import (
     stdlib_files,
     telling_damage,
 )
-from remat.data.readers import Row, Unusable, count_rows, read_rows, without_nulls
+from remat.data.readers import Row, count_rows, read_rows, without_nulls
 from remat.data.rows import (
     FIRST_ROWS,
     BadRowLog,
@@ -295,8 +295,6 @@ def _documents(
     for row in rows:
         origin = f"{where}:{row.place}"
         try:
-            if isinstance(row.content, Unusable):
-                raise ValueError(row.content.reason)
             content = content_of(row.content, cfg)
         except ValueError as error:
             bad_rows.bad(origin, str(error))
@@ -475,8 +473,6 @@ class _SortedFiles:
     def _usable(self) -> Iterator[tuple[str, str, int, str, str, int]]:
         for number, (origin, row) in enumerate(self._rows()):
             try:
-                if isinstance(row.content, Unusable):
-                    raise ValueError(row.content.reason)
                 repo, path, text = file_of(row.content, self._cfg)
             except ValueError as error:
                 self._bad.bad(origin, str(error))
