@@ -258,10 +258,11 @@ def content_of(row: Any, cfg: DataConfig) -> Content:
     if cfg.format == DataFormat.prompt_completion:
         return _completion(row, cfg)
     name = "messages" if cfg.format == DataFormat.chat else "conversations"
+    messages = row[name]
     system = _optional_text(row, "system", cfg) if cfg.format == DataFormat.sharegpt else ""
-    return chat_of(
-        _with_system(row[name], system), row.get("tools"), cfg.trained_roles(), name=_theirs(name, cfg)
-    )
+    if system and isinstance(messages, list):
+        messages = [{"role": "system", "content": system}, *messages]
+    return chat_of(messages, row.get("tools"), cfg.trained_roles(), name=_theirs(name, cfg))
 
 
 def _no_object(row: Any) -> str:
@@ -371,14 +372,6 @@ def _completion(row: dict[str, Any], cfg: DataConfig) -> Content:
         raise ValueError(f"field 'completion' is {kind(completion)}, not messages")
     return chat_of(
         [*prompt, *completion], row.get("tools"), cfg.trained_roles(), name="prompt", start=len(prompt)
-    )
-
-
-def _with_system(messages: Any, system: str) -> Any:
-    return (
-        [{"role": "system", "content": system}, *messages]
-        if system and isinstance(messages, list)
-        else messages
     )
 
 
