@@ -34,7 +34,7 @@ from remat.data.rows import BadRowLog, Chat, Document, Instruction, Pair
 
 if TYPE_CHECKING:  # a wrong file is reported before transformers is imported
     from tokenizers import Encoding
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 NO_TEMPLATE = "none"  # value of data.chat_template
@@ -150,14 +150,11 @@ def _form(document: Document, cfg: DataConfig, tokenizer: PreTrainedTokenizerBas
     content = document.content
     if isinstance(content, Chat):
         return content
+    by_template = _by_template(cfg, tokenizer)
     if isinstance(content, Pair):
-        return (
-            _as_chat([("user", content.prompt)], content.completion, cfg)
-            if _by_template(cfg, tokenizer)
-            else content
-        )
+        return _as_chat([("user", content.prompt)], content.completion, cfg) if by_template else content
     assert isinstance(content, Instruction)
-    if _by_template(cfg, tokenizer):
+    if by_template:
         asked = f"{content.instruction}\n\n{content.given}" if content.given else content.instruction
         turns = [("system", content.system)] if content.system else []
         for earlier, answer in content.history:
@@ -182,16 +179,17 @@ def _as_chat(turns: list[tuple[str, str]], answer: str, cfg: DataConfig) -> Chat
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the token ids of each text, without the special tokens that a tokenizer adds."""
-    if not texts:
-        return []
-    encoded = tokenizer(
+    return _encoded(texts, tokenizer)["input_ids"] if texts else []
+
+
+def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
+    return tokenizer(
         texts,
         add_special_tokens=False,
         return_attention_mask=False,
         return_token_type_ids=False,
         verbose=False,  # documents are meant to be longer than a model's context
     )
-    return encoded["input_ids"]
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -451,13 +449,7 @@ class _Prefixes:
 def _tokens(rendered: list[Rendered], tokenizer: PreTrainedTokenizerBase, with_end: bool) -> list[Example]:
     if not rendered:
         return []
-    encoded = tokenizer(
-        [each.text for each in rendered],
-        add_special_tokens=False,  # the template writes the special tokens
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
+    encoded = _encoded([each.text for each in rendered], tokenizer)  # the template writes the special tokens
     special = np.array(sorted(_special_ids(tokenizer)))
     result = []
     for (text, spans, left_out), ids, encoding in zip(
