@@ -55,7 +55,7 @@ from remat.data.files import Hashes
 from remat.data.formats import Example, describe, encode, what_is_read
 from remat.data.held_out import Chooser, bound, characters_of, choose, never, rule
 from remat.data.rows import BadRowLog, Document
-from remat.data.sources import Corpus, in_both, open_corpus, refuse_trained, synthetic_blocks
+from remat.data.sources import Corpus, open_corpus, refuse_trained, synthetic_blocks
 from remat.machine.start_up import available_cores
 
 CACHE_VERSION = 4  # raise it when the same data and settings would give other blocks or another report
@@ -118,7 +118,7 @@ def make_plan(
         settings |= what_is_read(cfg, tokenizer)
         if cfg.eval_path:
             held_out = open_corpus(cfg, cfg.eval_path, "data.eval_path", hashes)
-            _check_disjoint(cfg, corpus, held_out)
+            refuse_trained(cfg, corpus, held_out)
             settings["held_out"] = held_out.identity()
         elif cfg.eval_fraction > 0:
             settings["held_out"] = [f"fraction {cfg.eval_fraction} tokens {cfg.eval_tokens} seed {seed}"]
@@ -477,12 +477,6 @@ def _check_synthetic(cfg: DataConfig) -> None:
         raise ConfigError(
             f"data.format={cfg.format} needs rows, but data.source=synthetic: set data.format=plain"
         )
-
-
-def _check_disjoint(cfg: DataConfig, corpus: Corpus, held_out: Corpus) -> None:
-    refuse_trained(cfg, corpus.files & held_out.files)
-    if not corpus.files and corpus.identity() == held_out.identity():
-        raise ConfigError(f"{cfg.eval_path} is {in_both(cfg)}")
 
 
 def _check_not_empty(plan: Plan, counts: dict[str, dict[str, int]], bad_rows: BadRowLog) -> None:

@@ -154,21 +154,22 @@ def local_files(cfg: DataConfig, path: Any, option: str) -> frozenset[Path]:
     )
 
 
-def refuse_trained(cfg: DataConfig, held_out: Iterable[Path]) -> None:
-    """Raise ConfigError if there are `held_out` files, which are trained too."""
-    if problem := describe_trained(cfg, held_out):
+def refuse_trained(cfg: DataConfig, corpus: Corpus, held_out: Corpus) -> None:
+    """Raise ConfigError if files of `held_out`, or all of it, are trained too."""
+    if problem := describe_trained(cfg, corpus.files & held_out.files):
         raise ConfigError(problem)
+    if not corpus.files and corpus.identity() == held_out.identity():
+        raise ConfigError(f"{cfg.eval_path} is {_in_both(cfg)}")
 
 
 def describe_trained(cfg: DataConfig, held_out: Iterable[Path]) -> str:
     """Return what is wrong with `held_out` files that are trained too; "" if there are none."""
     both = sorted(held_out)
     more = f" and {len(both) - 1} more files are" if len(both) > 1 else " is"
-    return f"{both[0]}{more} {in_both(cfg)}" if both else ""
+    return f"{both[0]}{more} {_in_both(cfg)}" if both else ""
 
 
-def in_both(cfg: DataConfig) -> str:
-    """Return the rest of an error message that begins with the name of data both trained and held out."""
+def _in_both(cfg: DataConfig) -> str:
     return (
         f"in data.path={cfg.path} and in data.eval_path={cfg.eval_path}: evaluation would be on training data. Keep "
         "them apart, or leave data.eval_path empty and set data.eval_fraction"

@@ -312,7 +312,7 @@ def open_stream(
     held: tuple[Blocks, BlockCounts] | None = None
     if cfg.eval_path:
         other = open_corpus(cfg, cfg.eval_path, "data.eval_path", sketches)
-        refuse_trained(cfg, corpus.files & other.files)
+        refuse_trained(cfg, corpus, other)
         identity["eval_path"] = other.identity()
         held = Stream(cfg, other, tokenizer, seq_len, seed).everything(cfg.eval_tokens)
     elif not cfg.holds_nothing_out():
