@@ -55,7 +55,7 @@ from remat.data.files import Hashes
 from remat.data.formats import Example, describe, encode, what_is_read
 from remat.data.held_out import Chooser, bound, characters_of, choose, never, rule
 from remat.data.rows import BadRowLog, Document
-from remat.data.sources import Corpus, open_corpus, refuse_trained, synthetic_blocks
+from remat.data.sources import Corpus, open_corpus, refuse_path, refuse_trained, synthetic_blocks
 from remat.machine.start_up import available_cores
 
 CACHE_VERSION = 4  # raise it when the same data and settings would give other blocks or another report
@@ -467,12 +467,8 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _check_synthetic(cfg: DataConfig) -> None:
-    if cfg.path or cfg.eval_path:
-        option = "data.path" if cfg.path else "data.eval_path"
-        raise ConfigError(
-            f"{option}={cfg.path or cfg.eval_path} has no meaning with data.source=synthetic: "
-            f"choose data=files or hub, or remove {option}"
-        )
+    refuse_path(cfg, cfg.path, "data.path")
+    refuse_path(cfg, cfg.eval_path, "data.eval_path")
     if cfg.format not in (DataFormat.auto, DataFormat.plain):
         raise ConfigError(
             f"data.format={cfg.format} needs rows, but data.source=synthetic: set data.format=plain"

@@ -176,12 +176,17 @@ def _in_both(cfg: DataConfig) -> str:
     )
 
 
-def _check_bundled(cfg: DataConfig, path: Any, option: str) -> None:
+def refuse_path(cfg: DataConfig, path: Any, option: str) -> None:
+    """Raise ConfigError for a `path` beside a data.source that reads none."""
     if path:
         raise ConfigError(
-            f"{option}={path} has no meaning with data.source=python_stdlib: choose data=files or hub, "
+            f"{option}={path} has no meaning with data.source={cfg.source}: choose data=files or hub, "
             f"or remove {option}"
         )
+
+
+def _check_bundled(cfg: DataConfig, path: Any, option: str) -> None:
+    refuse_path(cfg, path, option)
     if cfg.format not in (DataFormat.auto, DataFormat.plain):
         raise ConfigError(
             f"data.format={cfg.format} needs rows with fields, but data.source=python_stdlib is plain text: choose "
