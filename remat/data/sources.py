@@ -110,17 +110,6 @@ class Corpus:
             yield from part(bad_rows)
 
 
-def documents(cfg: DataConfig, path: Any, bad_rows: BadRowLog | None = None) -> Iterator[Document]:
-    """Yield the documents at `path` (or of the standard library), in a fixed order.
-
-    Unusable rows go to `bad_rows`, by default a log that follows `data.on_bad_row`. Raises ConfigError
-    for bad rows under `stop`, and when there is nothing to read.
-    """
-    log = bad_rows or BadRowLog(cfg.on_bad_row)
-    yield from open_corpus(cfg, path).read(log)
-    log.check()
-
-
 def open_corpus(cfg: DataConfig, path: Any, option: str = "data.path", hashes: Hashes | None = None) -> Corpus:
     """Find the documents at `path` and their format, and return them as a Corpus. Only first rows are read.
 

@@ -16,8 +16,9 @@ from remat.config.options import AlpacaPrompt, BadRows, ConfigError, DataConfig,
 from remat.data.cache import open_blocks
 from remat.data.formats import encode
 from remat.data.rows import BadRowLog, Document, content_of
-from remat.data.sources import documents, open_corpus
+from remat.data.sources import open_corpus
 from remat.data.tokenizer import byte_tokenizer, load_tokenizer
+from tests.data.test_sources import documents
 
 CHATML = (
     "{%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"

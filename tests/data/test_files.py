@@ -19,7 +19,8 @@ from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, D
 from remat.data import readers
 from remat.data.files import find_files
 from remat.data.rows import BadRowLog, Instruction
-from remat.data.sources import documents, open_corpus
+from remat.data.sources import open_corpus
+from tests.data.test_sources import documents
 
 ROWS = [
     {
@@ -285,11 +286,12 @@ def test_a_name_of_the_hub_is_told_from_a_path_that_is_missing(
 
 MEMORY = """
 import resource, sys
-from remat.config.options import DataConfig, DataSource
-from remat.data.sources import documents
+from remat.config.options import BadRows, DataConfig, DataSource
+from remat.data.rows import BadRowLog
+from remat.data.sources import open_corpus
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 cfg = DataConfig(source=DataSource.files, join_files=len(sys.argv) > 2)
-count = sum(1 for _ in documents(cfg, sys.argv[1]))
+count = sum(1 for _ in open_corpus(cfg, sys.argv[1]).read(BadRowLog(BadRows.stop)))
 print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

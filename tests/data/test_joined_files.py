@@ -16,8 +16,8 @@ from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, D
 from remat.data import sources
 from remat.data.cache import open_blocks
 from remat.data.rows import BadRowLog
-from remat.data.sources import documents
 from tests.data.test_cache import byte_tokenizer
+from tests.data.test_sources import documents
 
 FILES = {
     "one/src/b.py": "b = 1",

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,8 +12,15 @@ import yaml
 
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, FileType
 from remat.data import sources
-from remat.data.rows import BadRowLog, Chat
-from remat.data.sources import documents
+from remat.data.rows import BadRowLog, Chat, Document
+from remat.data.sources import open_corpus
+
+
+def documents(cfg: DataConfig, path: Any, bad_rows: BadRowLog | None = None) -> Iterator[Document]:
+    """The documents at `path`; unusable rows go to `bad_rows`, or to a log that follows data.on_bad_row."""
+    log = bad_rows or BadRowLog(cfg.on_bad_row)
+    yield from open_corpus(cfg, path).read(log)
+    log.check()
 
 
 def config(what: str, **options: object) -> DataConfig:
@@ -224,9 +233,7 @@ def test_hub_loads_a_split_without_a_network(tmp_path: Path, monkeypatch: pytest
         list(documents(config("hub"), f"{folder}@none"))
     with pytest.raises(ConfigError, match=r"(?s)has the fields text, n\n.*plain needs body"):
         list(documents(config("hub", text_field="body"), str(folder)))
-    identity = [
-        sources.open_corpus(config("hub"), f"{folder}@{s}").identity() for s in ("train", "test", "train")
-    ]
+    identity = [open_corpus(config("hub"), f"{folder}@{s}").identity() for s in ("train", "test", "train")]
     assert identity[0] == identity[2] != identity[1]
 
 
