@@ -117,8 +117,6 @@ def open_corpus(cfg: DataConfig, path: Any, option: str = "data.path", hashes: H
     Raises ConfigError when there is nothing to read, and when the rows have no known format or not `data.format`.
     """
     hashes = hashes or Hashes()
-    if cfg.source == DataSource.synthetic:
-        raise ConfigError("data.source=synthetic has no documents: it is random tokens")
     if cfg.source == DataSource.python_stdlib:
         _check_bundled(cfg, path, option)
         return _texts(cfg, stdlib_files(), "python_stdlib", hashes)
