@@ -163,7 +163,6 @@ SKETCHED_BYTES = 64 * 1024  # read at the beginning and at the end of a file
 SETTLED_S = 2.0
 Signs = tuple[int, int, int, int]  # size, mtime and ctime in ns, inode
 
-TEXT = Kind(FileType.text, "")
 ONE = "data"  # stands for the name of a single file, so that a copy under another name is the same data
 # as datasets writes
 ABOUT_DATA = "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"
@@ -175,8 +174,8 @@ class SourceFile:
     path: Path
     name: str  # relative to the folder that the user named, with forward slashes; ONE for a single file
     size_bytes: int
-    kind: Kind = TEXT
-    option: str = "data.path"  # the option that names the file
+    kind: Kind
+    option: str  # the option that names the file
 
 
 def find_files(
