@@ -202,7 +202,7 @@ def _looks(root: Path) -> bool:
         except OSError:  # read-only: if the cache is complete, the first rank of each node finds it
             name = ""
     name = distributed.broadcast(name)
-    first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    first_of_node = distributed.local_rank_from_env() == 0
     looks = rank == 0 or (first_of_node and not (name and (root / name).exists()))
     distributed.gather(None)  # wait until all ranks have looked
     if rank == 0 and name:
