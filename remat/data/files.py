@@ -367,7 +367,10 @@ class Hashes:
             content = json.loads(self._place(named).read_text())
             if content["version"] != VERSION:
                 return {}
-            return {path: (_as_signs(signs), str(digest)) for path, (signs, digest) in content["files"].items()}
+            return {
+                path: (cast(Signs, tuple(signs)), str(digest))
+                for path, (signs, digest) in content["files"].items()
+            }
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return {}
 
@@ -407,11 +410,6 @@ class Sketches(Hashes):
 
 def _signs(status: os.stat_result) -> Signs:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
-
-
-def _as_signs(values: list[int]) -> Signs:
-    size, modified, changed, inode = (int(value) for value in values)
-    return size, modified, changed, inode
 
 
 def _key(path: Path) -> str:
