@@ -43,14 +43,7 @@ from transformers import PreTrainedTokenizerBase
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
 from remat.config.redact import redact
 from remat.config.units import MIB, format_size
-from remat.data.blocks import (
-    FIRST_LONG_ROWS,
-    BlockCounts,
-    BlockWriter,
-    LongRowLog,
-    divide,
-    open_writer,
-)
+from remat.data.blocks import FIRST_LONG_ROWS, BlockCounts, BlockWriter, LongRowLog, divide, open_writer
 from remat.data.files import Hashes
 from remat.data.formats import Example, describe, encode, what_is_read
 from remat.data.held_out import Chooser, bound, characters_of, choose, never, rule

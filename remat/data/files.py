@@ -147,9 +147,8 @@ def telling_damage(path: Path, option: str) -> Iterator[None]:
 
 
 def _is_damage(error: Exception) -> bool:
-    if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)) or type(error).__module__.startswith(
-        "pyarrow"
-    ):
+    known = (EOFError, zlib.error, gzip.BadGzipFile)
+    if isinstance(error, known) or type(error).__module__.startswith("pyarrow"):
         return True
     return isinstance(error, OSError) and error.errno is None  # pyarrow: it cannot decompress the data
 

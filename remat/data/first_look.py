@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from remat.config import validation
 from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource, ModelConfig
-from remat.data.formats import (
-    NO_TEMPLATE,
-    WITHOUT_TEMPLATE,
-    check_template,
-    needs_template,
-    read_template,
-)
+from remat.data.formats import NO_TEMPLATE, WITHOUT_TEMPLATE, check_template, needs_template, read_template
 from remat.data.sources import describe_trained, find_format, local_files
 
 if TYPE_CHECKING:
