@@ -54,6 +54,7 @@ MARGIN = 0.02  # share of a GPU's memory that budget_gib=auto leaves free
 CLOSE = 0.002  # share of the budget: a plan that leaves less unused is not improved
 MOST_TRIALS = 12
 MOST_STAIRS = 4
+SCARCE = 100  # times the cost of moving, so that a layer moves what it cannot recompute, and nothing else
 MUCH = 0.05  # share of a budget: a plan that leaves as much unused is worth more plans
 LEAPS = (1.0, 0.5, 0.25)  # shares of the unused bytes that higher climbs are tried to use
 FEW_LAYERS = 12  # up to so many layers, the last one gets plans of its own
@@ -193,19 +194,19 @@ def _search(
     """Return what `choose` returns, for tables that are to be chosen."""
     least = plan(decisions)
     ways = [_Slopes(decisions, least, plan, prices.frontiers(least.graphs), cfg.offload.dtype)]
+    climbed = [_climb_with_last(ways[0], limit, in_flight)]
     if cfg.offload.enabled and least.graphs:
-        frontiers = prices.frontiers(least.graphs, find_links(cfg, len(decisions), least, prices))
-        moving = replace(ways[0], frontiers=frontiers)
-        fewest, start = moving.plan_after([])
-        ways.append(replace(moving, decisions=start, least=fewest))
-    climbed = []
-    for slopes in ways:
-        found = _climb(slopes, limit, in_flight)
-        if in_flight is None:  # in a stage the backward of its last layer follows other micro-batches
-            found = _set_last_apart(found, slopes, limit)
-        if found:
-            climbed.append(found)
-    best = min(climbed, key=lambda found: found[0].speed, default=None)
+        links = find_links(cfg, len(decisions), least, prices)
+        scarce = {
+            layer: replace(link, free_bytes=0, cost_per_byte=SCARCE * link.cost_per_byte)
+            for layer, link in links.items()
+        }
+        for room in links, scarce:
+            ways.append(ways[0].move(prices.frontiers(least.graphs, room)))
+            climbed.append(_climb_with_last(ways[-1], limit, in_flight))
+            if any(climbed):
+                break
+    best = min(filter(None, climbed), key=lambda found: found[0].speed, default=None)
     best = best and _keep_last(best, plan)
     # checkpointing=full recomputes at least as much as `least`, so that it cannot be faster here.
     if best and 2 * best[0].recomputed_flops < least.recomputed_flops:
@@ -225,6 +226,14 @@ def _search(
             smallest,
         )
     return *best, ""
+
+
+def _climb_with_last(slopes: _Slopes, limit: int, in_flight: int | None) -> Found | None:
+    """Return the fastest plan within `limit` that the slopes lead to; None if no plan is within it."""
+    found = _climb(slopes, limit, in_flight)
+    if in_flight is not None:  # in a stage the backward of its last layer follows other micro-batches
+        return found
+    return _set_last_apart(found, slopes, limit)
 
 
 def choose_in_stages(
@@ -340,6 +349,12 @@ class _Slopes:
             for i, decision in enumerate(self.decisions)
         ]
         return self.plan(tried), tried
+
+    def move(self, frontiers: Mapping[int, list[Point]]) -> _Slopes:
+        """Return the slopes of other frontiers, on which values may move to the host."""
+        moving = replace(self, frontiers=frontiers)
+        least, decisions = moving.plan_after([])
+        return replace(moving, least=least, decisions=decisions)
 
     def decide(self, layer: int, point: Point) -> LayerDecision:
         return _decide(self.decisions[layer], self.least.graphs[layer], point, self.dtype)

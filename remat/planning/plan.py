@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from remat.activation_checkpointing import apply, compiled
-from remat.activation_checkpointing.mechanisms import budget as tables
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
 from remat.activation_checkpointing.mechanisms.offload import pool_bytes
 from remat.activation_checkpointing.mechanisms.tables.graph import Graph
@@ -312,14 +311,16 @@ def _record(
             "host; plan with checkpointing=offload, which moves the same"
         )
     recording = _record_few(cfg, decided, decisions, reaches, graphs, on_gpu=on_gpu)
-    held: dict[int, int] = {}
+    first_bytes: dict[int, int] = {}
+    of_calls: dict[Any, int] = {}
     kinds = set()
     for layer, graph in sorted(recording.graphs.items()):
+        most = of_calls.setdefault(graph.call, graph.first_bytes)
         kind = graph.call, decisions[layer].table
         if kind not in kinds:  # layers after it take what it has learnt
             kinds.add(kind)
-            held[layer] = tables.first_call_bytes(graph, decisions[layer].table)
-    return simulate.with_first_calls(recording, held) if held else recording
+            first_bytes[layer] = most
+    return simulate.with_first_calls(recording, first_bytes) if first_bytes else recording
 
 
 def _record_few(
@@ -405,6 +406,8 @@ def _record_layers(
         moved_bytes = sum(counts.moved_bytes for counts in applied.counts)
         timeline = replace(recording.timeline, moved_bytes=moved_bytes)
         recording = replace(recording, timeline=timeline, graphs=applied.graphs())
+        for layer, graph in recording.graphs.items():
+            graph.first_bytes = graph.first_bytes or recording.first_bytes.get(layer, 0)
     if short is None:
         return recording
     taken = applied.offload.taken if applied.offload else None

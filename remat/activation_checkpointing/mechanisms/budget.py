@@ -53,7 +53,6 @@ from remat.activation_checkpointing.mechanisms.tables.table import (
     Fate,
     Program,
     Step,
-    Table,
     choose_kept,
     choose_moved,
     compile_table,
@@ -622,12 +621,6 @@ def row_of_value(value: Value) -> int:
 def host_bytes(value: Value, dtype: StorageDtype) -> int:
     """Return the bytes that `value` takes on the host when it is moved."""
     return stored_bytes(value.nbytes, value.dtype.itemsize, row_of_value(value), dtype)
-
-
-def first_call_bytes(graph: Graph, table: Table | None) -> int:
-    """Return what a layer that learns keeps until its forward is over, on top of what it keeps in later calls."""
-    kept = choose_kept(graph, table or NOTHING)
-    return sum(graph.values[value].nbytes for value in graph.saved() if value not in kept)
 
 
 def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> list[str]:

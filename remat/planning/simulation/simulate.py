@@ -31,6 +31,8 @@ class Recording:
     # what the layers under a table compute and save
     graphs: Mapping[int, Any] = field(default_factory=dict)
     places: Sequence[Place] = ()  # where the parts of the timeline begin
+    # the most bytes in the first forward of each layer, without those that earlier layers keep; {}: not recorded
+    first_bytes: Mapping[int, int] = field(default_factory=dict)
     # what ZeRO-3 gathers, once for each setting
     _gathers: dict[ZeroSettings, Gathers] = field(default_factory=dict)
 
@@ -102,21 +104,27 @@ def record(
     memory. `workspaces`: see Timeline; False to compare. `given` makes the model's inputs from a batch with
     "position_ids", which restart where it is `packed`; None: the batch itself. `on_gpu` false: the kernels of a CPU.
     `marked` are layers that stand for more equal ones: such a recording must be `lengthened`. If there is a `first`, a
-    forward inside it comes first, which is not recorded.
+    forward inside it comes first, of which only `first_bytes` are recorded.
 
     Bytes come on top of the model states. Below ZeRO-3 gradients and buckets are not part of the model states:
     `Recording.under` counts them, as they come and go.
     """
     timeline = Timeline(scope, model, ignored=ignored, workspaces=workspaces)
     assumptions: list[str] = []
+    first_bytes: dict[int, int] = {}
     batch: dict[str, Any] = _batch(micro_batch_size, seq_len, given)
     with ExitStack() as stack:
         stack.enter_context(explained(model))
         stack.enter_context(as_in_a_run(3 if stage_3 else 0, assumptions, on_gpu=on_gpu, packed=packed))
         if first:
             hooks = zero3.recorded(model, lambda _: None) if stage_3 else nullcontext()
-            with first, hooks:
-                loss(model, given(batch) if given else batch)
+            once = Timeline(scope, model, ignored=ignored, workspaces=workspaces)
+            with first, hooks, once:
+                value = loss(model, given(batch) if given else batch)
+                once.forward_done()
+                del value
+            for layer, most in once.most_bytes.items():
+                first_bytes[layer] = most - sum(kept for of, kept in once.kept_bytes.items() if of < layer)
         if marked:
             stack.enter_context(timeline.layers_marked(marked))  # before ZeRO's own hooks
         if stage_3:
@@ -134,6 +142,7 @@ def record(
         Parameters.of(model),
         sorted(set(assumptions)),
         places=timeline.places if marked else (),
+        first_bytes=first_bytes,
     )
 
 
@@ -151,25 +160,28 @@ def lengthened(recording: Recording, owners: Owners, repeats: Sequence[Repeat]) 
     return Recording(record, parameters, recording.assumptions, graphs)
 
 
-def with_first_calls(recording: Recording, held: Mapping[int, int]) -> Recording:
-    """Return the recording of micro-batches of which the first needs more: `held` bytes in the forward of some layers.
+def with_first_calls(recording: Recording, first_bytes: Mapping[int, int]) -> Recording:
+    """Return the recording of micro-batches, the first of which needs `first_bytes` in the forward of some layers.
 
-    A peak in another layer is raised by what is left of them if that layer has the peak: layers are taken to need as
-    much beside what they keep. That is the most it can be, for a layer need not hold all of it at its own peak.
+    Where ZeRO-3 cuts a layer into parts, each of them is taken to need as much as the one that needs the most.
     """
     record = recording.timeline
     kept = [record.kept_bytes.get(layer, 0) for layer in range(record.num_layers)]
+    forward = record.parts[: record.backward_begins_at]
+    is_cut = any(part.at_cut.layer is not None for part in forward)
 
     def add(snapshot: Snapshot) -> Snapshot:
         if snapshot.layer is None or snapshot.total < 0:
             return snapshot
-        more = max([0, *(size - sum(kept[layer : snapshot.layer]) for layer, size in held.items())])
+        of_layers = [layer for layer in first_bytes if layer == snapshot.layer or not is_cut]
+        most = max((sum(kept[:layer]) + first_bytes[layer] for layer in of_layers), default=0)
+        more = max(0, most - snapshot.total)
         activations, recomputed, loss = snapshot.by_kind
         return snapshot._replace(total=snapshot.total + more, by_kind=(activations + more, recomputed, loss))
 
     parts = [
         Part(part.cut, add(part.at_cut), add(part.peak), {k: add(v) for k, v in part.of_place.items()})
-        for part in record.parts[: record.backward_begins_at]
+        for part in forward
     ]
     parts += record.parts[record.backward_begins_at :]
     return replace(recording, timeline=replace(record, parts=parts))

@@ -209,6 +209,7 @@ class Timeline(TorchDispatchMode):
         super().__init__()
         self.kept_bytes: dict[int, int] = {}  # per layer, at the end of forward
         self.host_bytes = 0  # same moment
+        self.most_bytes: dict[int, int] = {}  # per layer, while it computes
         self.flops: dict[Phase, int] = defaultdict(int)
         self.ops: list[OpCost] = []
         self._scope, self._model, self._ignored, self._workspaces = scope, model, ignored, workspaces
@@ -436,6 +437,8 @@ class Timeline(TorchDispatchMode):
     def _bump(self, phase: Phase, layer: int | None, name: str, workspace: int) -> None:
         part, inside = self.parts[-1], layer is not None
         total = sum(self._by_kind) + workspace
+        if layer is not None:
+            self.most_bytes[layer] = max(total, self.most_bytes.get(layer, 0))
         if inside not in part.of_place or total > part.of_place[inside].total:
             part.of_place[inside] = self._snapshot(phase, layer, name, workspace)
         if total > part.peak.total:

@@ -121,7 +121,8 @@ class Graph:
     """`owners`: the name of the module that owns each parameter of the layer; other weights are never gathered.
 
     `call`: what the layer looks like and how it was called; other calls of this kind need no record
-    (`mechanisms/budget.py`).
+    (`mechanisms/budget.py`). `first_bytes`: the most bytes in the recorded call, in which everything is kept, without
+    those that earlier layers keep; a plan notes it.
     """
 
     values: list[Value] = field(default_factory=list)
@@ -131,6 +132,7 @@ class Graph:
     outputs: set[int] = field(default_factory=set)
     edited: set[int] = field(default_factory=set)  # weights that the layer writes to, such as counting buffers
     call: Any = None
+    first_bytes: int = 0
 
     def saved(self) -> list[int]:
         """Return the values that backward needs and that are not free."""
