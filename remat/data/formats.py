@@ -453,7 +453,7 @@ def _tokens(rendered: list[Rendered], tokenizer: PreTrainedTokenizerBase, with_e
     special = np.array(sorted(_special_ids(tokenizer)))
     result = []
     for (text, spans, left_out), ids, encoding in zip(
-        rendered, encoded["input_ids"], encoded.encodings, strict=True
+        rendered, encoded["input_ids"], encoded.encodings or [], strict=True
     ):
         tokens = np.array(ids, dtype=np.int32)
         if with_end:
