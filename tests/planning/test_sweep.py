@@ -114,8 +114,8 @@ def test_a_curve_falls_from_the_least_to_keeping_all_which_is_the_policy_none(
     ]
     assert len(tables) > 5
     for (fewer, slower), (more, faster) in itertools.pairwise(tables):
-        # what the first layer holds in its first call is counted at its most, and decides in a model so small
-        assert fewer <= 1.001 * more and slower.time.total_s >= faster.time.total_s
+        # recomputed values and the workspace of their recomputation are in memory together, which shows in a small model
+        assert fewer <= 1.02 * more and slower.time.total_s >= faster.time.total_s
     named = {p.overrides[0]: p.planned for p in points if not p.is_budget and p.planned}
     assert tables[-1][1].simulation == named["checkpointing=none"].simulation
 

@@ -115,7 +115,7 @@ class LayerRunner:
         learnt = shared.setdefault(LEARNT, {})
         like = (self.table, kind)
         if like in learnt:
-            return self._run_as(learnt[like], key, call, args)
+            return self._run_as(learnt[like], key, kind, call, args)
         output = self._learn(key, kind, call, args)
         remember(learnt, like, self.programs[key])
         return output
@@ -190,7 +190,7 @@ class LayerRunner:
 
         return pack
 
-    def _run_as(self, program: Program, key: Any, call: Replayable, args: tuple[Any, ...]) -> Any:
+    def _run_as(self, program: Program, key: Any, kind: Any, call: Replayable, args: tuple[Any, ...]) -> Any:
         """Run a first call by the program of a layer that looks alike, and record it to see whether it does the same.
 
         Otherwise run it again by its own program.
@@ -216,7 +216,9 @@ class LayerRunner:
             output = recorder.run(self.layer, partial(call, *args), pack, _unpack)
         finally:
             self.frame = self._recorder = None
-        recorder.graph.call = program.graph.call
+        recorder.graph.call = (
+            kind  # not that of the program's graph: layers of several kinds may share a program
+        )
         own = self._take(key, self._program_of(recorder.graph, slots))
         if own is program:
             self._count(program)

@@ -120,11 +120,9 @@ def record(
             hooks = zero3.recorded(model, lambda _: None) if stage_3 else nullcontext()
             once = Timeline(scope, model, ignored=ignored, workspaces=workspaces)
             with first, hooks, once:
-                value = loss(model, given(batch) if given else batch)
-                once.forward_done()
-                del value
-            for layer, most in once.most_bytes.items():
-                first_bytes[layer] = most - sum(kept for of, kept in once.kept_bytes.items() if of < layer)
+                loss(model, given(batch) if given else batch)
+            start = min(once.begin_bytes.values(), default=0)
+            first_bytes = {n: start + most - once.begin_bytes[n] for n, most in once.most_bytes.items()}
         if marked:
             stack.enter_context(timeline.layers_marked(marked))  # before ZeRO's own hooks
         if stage_3:

@@ -209,6 +209,7 @@ class Timeline(TorchDispatchMode):
         super().__init__()
         self.kept_bytes: dict[int, int] = {}  # per layer, at the end of forward
         self.host_bytes = 0  # same moment
+        self.begin_bytes: dict[int, int] = {}  # per layer, when it begins
         self.most_bytes: dict[int, int] = {}  # per layer, while it computes
         self.flops: dict[Phase, int] = defaultdict(int)
         self.ops: list[OpCost] = []
@@ -243,6 +244,8 @@ class Timeline(TorchDispatchMode):
         for tensor in given:
             self._see(tensor)
         phase, layer = self._phase(), self._layer()
+        if layer is not None:
+            self.begin_bytes.setdefault(layer, sum(self._by_kind))
         result = func(*args, **kwargs)
         made = operands(result)
         name = func.name() if isinstance(func, torch._ops.OpOverload) else str(func)
