@@ -114,7 +114,7 @@ def test_a_curve_falls_from_the_least_to_keeping_all_which_is_the_policy_none(
     ]
     assert len(tables) > 5
     for (fewer, slower), (more, faster) in itertools.pairwise(tables):
-        # recomputed values and the workspace of their recomputation are in memory together, which shows in a small model
+        # recomputed values and their recomputation's workspace are in memory together, which shows in a small model
         assert fewer <= 1.02 * more and slower.time.total_s >= faster.time.total_s
     named = {p.overrides[0]: p.planned for p in points if not p.is_budget and p.planned}
     assert tables[-1][1].simulation == named["checkpointing=none"].simulation
