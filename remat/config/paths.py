@@ -188,7 +188,12 @@ def _problem_of(path: str, source: DataSource) -> str:
 
 def output_problems(cfg: RunConfig) -> list[str]:
     """Return a problem when output_dir cannot be written; try it by a folder in its nearest existing parent."""
-    place = expand(cfg.output_dir).absolute()
+    place = expand(cfg.output_dir)
+    if str(place).startswith("~"):
+        return [
+            f"output_dir={cfg.output_dir}: there is no user {place.parts[0]}; give a folder, or ./~ for that name"
+        ]
+    place = place.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     try:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from remat.config import paths
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
 from remat.config.redact import redact_text
 from remat.config.validation import of_source
@@ -156,7 +157,7 @@ def _open_source(
     show_progress: bool,
     on_progress: Callable[[], None],
 ) -> Splits:
-    root = Path(cfg.cache_dir).expanduser()
+    root = paths.expand(cfg.cache_dir)
 
     def prepare(advance: Callable[[], None]) -> tuple[str, str]:
         hashes = Hashes(root, advance)

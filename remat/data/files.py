@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from remat.config import paths
 from remat.config.options import ConfigError, DataConfig, FileType
 from remat.config.paths import near
 from remat.config.units import MIB
@@ -208,7 +209,7 @@ def find_files(
 
 
 def _find(path: str, option: str, file_type: FileType, split: str) -> list[SourceFile]:
-    root = Path(path).expanduser()
+    root = paths.expand(path)
     may_be_saved = root.is_dir() and file_type in (FileType.auto, FileType.arrow)
     if may_be_saved and (tables := _saved_tables(root, option, split)):
         return [_source_file(file, root, FileType.arrow, option) for file in tables]
@@ -390,7 +391,7 @@ class Hashes:
 
     def _place(self, named: str) -> Path:
         assert self._memory is not None
-        name = hashlib.sha256(str(Path(named).expanduser().absolute()).encode()).hexdigest()
+        name = hashlib.sha256(str(paths.expand(named).absolute()).encode()).hexdigest()
         return self._memory / FOLDER / f"{name[:32]}.json"
 
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from remat.config import paths
 from remat.config.data_fields import OF_FILES
 from remat.config.options import AlpacaPrompt, ConfigError, DataConfig, DataFormat, RewrittenTurns
 from remat.data.rows import BadRowLog, Chat, Document, Instruction, Pair
@@ -273,7 +274,7 @@ def _check_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def read_template(named: str) -> str:
     """Return the chat template in a Jinja file or in a tokenizer's folder. Raises ConfigError."""
-    path = Path(named).expanduser()
+    path = paths.expand(named)
     if path.is_dir():
         inside = path / "chat_template.jinja"
         found = inside.read_text() if inside.is_file() else _in_settings(path / "tokenizer_config.json", named)

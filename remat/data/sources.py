@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from remat.config import paths
 from remat.config.data_fields import REQUIRED
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, FileType
 from remat.config.units import MIB
@@ -450,7 +451,7 @@ class _SortedFiles:
         return Document(f"{header}{content}", origin, repo, size=size)
 
     def _sorted(self) -> sqlite3.Connection:
-        folder = Path(self._cfg.cache_dir).expanduser()
+        folder = paths.expand(self._cfg.cache_dir)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".sorted-") as file:
             table = sqlite3.connect(file.name, check_same_thread=False)
@@ -543,7 +544,7 @@ def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
 
     def identity() -> list[str]:
         which = f"{subset}@{split} {len(kept)}"
-        if Path(name).expanduser().exists():  # for local files the hash of datasets uses modification times
+        if paths.expand(name).exists():  # for local files the hash of datasets uses modification times
             return [which, *hashes.of(find_files(name, option, file_type=FileType.text), name)]
         return [f"{name}:{which} {kept._fingerprint}"]  # of the commit, the split and the columns
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from remat.config import paths
 from remat.config.units import GIB
 from remat.machine.host_memory import host_memory
 
@@ -90,7 +91,7 @@ def smallest(machines: Sequence[Machine]) -> Machine:
 
 def disk(folder: str) -> Disk:
     """Return the Disk that `folder` is on, or will be made on: that of its nearest parent that exists."""
-    path = Path(folder).expanduser().absolute()
+    path = paths.expand(folder).absolute()
     while not path.exists():
         path = path.parent
     return Disk(folder, shutil.disk_usage(path).free, path.stat().st_dev)

@@ -42,6 +42,7 @@ from remat.activation_checkpointing.mechanisms.tables.table import (
     choose_moved,
     compile_table,
 )
+from remat.config import paths
 from remat.config.options import CheckpointingConfig, ConfigError, StorageDtype
 from remat.config.units import GIB
 from remat.machine.gpus import Machine
@@ -152,7 +153,7 @@ def choose(
     """
     if cfg.table is not None:
         least = plan(decisions)
-        given = _read(Path(cfg.table).expanduser(), decisions, least.graphs, cfg.offload.dtype)
+        given = _read(paths.expand(cfg.table), decisions, least.graphs, cfg.offload.dtype)
         return plan(given), given, ""
     limit = limit_bytes(cfg, gpu_bytes, on_gpu=on_gpu)
     in_time = _InTime(plan, limit, until)
@@ -251,7 +252,7 @@ def choose_in_stages(
     Raises NoRoom, with every stage that does not fit and the smallest budget that is enough for all, and ConfigError.
     """
     if cfg.table is not None:
-        return _given_to_stages(Path(cfg.table).expanduser(), stages, cfg.offload.dtype)
+        return _given_to_stages(paths.expand(cfg.table), stages, cfg.offload.dtype)
     limit = limit_bytes(cfg, gpu_bytes, on_gpu=on_gpu)
     found: list[Choice] = []
     lacking: dict[int, int] = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from remat.config import compose, ds_config, resumed
+from remat.config import compose, ds_config, paths, resumed
 from remat.config.metrics import PLANNED_GPU_PEAK_GIB
 from remat.config.options import NOT_FOLDERS, ConfigError, HardwareConfig, RunConfig
 from remat.config.units import GIB, format_size
@@ -230,8 +230,8 @@ def _runs_to_resume(cfg: RunConfig) -> list[Path]:
     if cfg.resume == "none":
         return []
     if cfg.resume not in NOT_FOLDERS:
-        return [resumed.run_folder(Path(cfg.resume).expanduser())]
-    return list((Path(cfg.output_dir).expanduser() / cfg.name).glob(cfg.run_id or "*"))
+        return [resumed.run_folder(paths.expand(cfg.resume))]
+    return list((paths.expand(cfg.output_dir) / cfg.name).glob(cfg.run_id or "*"))
 
 
 def compare_states(cfg: RunConfig, strategy: Strategy, world: World) -> str | None:

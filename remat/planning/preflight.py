@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remat.config import ds_config, ds_defaults
+from remat.config import ds_config, ds_defaults, paths
 from remat.config.options import ModelConfig, ModelInit, RunConfig, SaveConfig
 from remat.config.units import GIB, MIB
 from remat.machine.gpus import outside_torch_bytes
@@ -192,7 +192,7 @@ def states_on_disk(save: SaveConfig, steps: int | None) -> int:
 
 def download_bytes(model: ModelConfig, num_params: int, *, cache: Path) -> int:
     """Return the bytes that fetching the weights takes in the hub's cache: 2 per parameter, 0 if nothing is fetched."""
-    if model.init is not ModelInit.pretrained or not model.path or Path(model.path).expanduser().exists():
+    if model.init is not ModelInit.pretrained or not model.path or paths.expand(model.path).exists():
         return 0
     snapshots = cache / f"models--{model.path.replace('/', '--')}" / "snapshots"
     if any(snapshots.glob("*/*.safetensors")) or any(snapshots.glob("*/*.bin")):

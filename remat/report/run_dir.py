@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from remat.config import paths
 from remat.config.options import ConfigError
 from remat.config.redact import redact
 from remat.launch import retreat
@@ -105,7 +106,7 @@ def open_run_dir(
         return existing
     folder, problem = None, None
     if distributed.rank_from_env() == 0:
-        recipe = Path(output_dir).expanduser() / name
+        recipe = paths.expand(output_dir) / name
         try:
             folder = _new_folder(recipe, run_id, ownership.made)
         except FileExistsError:

@@ -96,9 +96,9 @@ def resolve_resume(
     """
     if resume == "none":
         return None
-    recipe = Path(output_dir).expanduser() / name
+    recipe = paths.expand(output_dir) / name
     if resume not in NOT_FOLDERS:
-        places = [Path(resume).expanduser()]
+        places = [paths.expand(resume)]
     elif run_id is not None:
         places = [recipe / run_id]
     else:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from remat.config import paths
 from remat.config.options import ConfigError
 from remat.machine import distributed
 from remat.machine.distributed import World
@@ -67,7 +68,7 @@ def own_folder(rendered: dict[str, Any], run_dir: Path, world: World) -> Path | 
         return None
     mine = (_identity(run_dir), uuid.uuid4().hex[:8]) if world.is_main else None
     identity, launch = distributed.broadcast(mine)
-    of_run = Path(swapping[0]["nvme_path"]).expanduser() / identity
+    of_run = paths.expand(swapping[0]["nvme_path"]) / identity
     own = of_run / f"{launch}-{world.rank - world.local_rank:05d}"  # the node's first rank
     problem = None
     if world.local_rank == 0:
@@ -93,7 +94,7 @@ def left_folders(nvme_path: str | None, runs: Iterable[Path]) -> list[Path]:
     """Return the folders that other launches of these run directories have left on this node's NVMe."""
     if nvme_path is None:
         return []
-    found = (Path(nvme_path).expanduser() / _identity(run) for run in runs if run.is_dir())
+    found = (paths.expand(nvme_path) / _identity(run) for run in runs if run.is_dir())
     return [folder for folder in found if folder.is_dir()]
 
 

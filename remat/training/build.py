@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from remat.activation_checkpointing import compiled
 from remat.activation_checkpointing.apply import Applied, apply
-from remat.config import compose, ds_config, validation
+from remat.config import compose, ds_config, paths, validation
 from remat.config.compose import Composed
 from remat.config.options import (
     NOT_FOLDERS,
@@ -125,12 +125,12 @@ def _check_shared(cfg: RunConfig) -> None:
         return
     state = f"{STEP}*/{FILE}"
     if cfg.resume in NOT_FOLDERS:
-        runs = Path(cfg.output_dir).expanduser() / cfg.name
+        runs = paths.expand(cfg.output_dir) / cfg.name
         patterns = [f"{cfg.run_id or '*'}/{SAVED}/{state}"]
         shared_folder.check_newest(runs, patterns, f"resume={cfg.resume} output_dir={cfg.output_dir}")
     else:
         patterns = [FILE, state, f"{SAVED}/{state}"]
-        shared_folder.check_newest(Path(cfg.resume).expanduser(), patterns, f"resume={cfg.resume}")
+        shared_folder.check_newest(paths.expand(cfg.resume), patterns, f"resume={cfg.resume}")
 
 
 def check_same_data(saved: RunState, splits: Splits, batches: GlobalBatches, resume: str) -> None:
@@ -421,7 +421,7 @@ def _begun_before(cfg: RunConfig) -> Path | None:
     """
     if cfg.resume != "auto_or_start" or cfg.run_id is None:
         return None
-    folder = Path(cfg.output_dir).expanduser() / cfg.name / cfg.run_id
+    folder = paths.expand(cfg.output_dir) / cfg.name / cfg.run_id
     return distributed.broadcast(folder if folder.is_dir() else None)
 
 

@@ -25,6 +25,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
+from remat.config import paths
 from remat.config.options import ModelConfig, ModelInit
 from remat.machine import distributed
 from remat.model import hf_model
@@ -113,7 +114,7 @@ def _create(cfg: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> A
 
 def _folder(cfg: ModelConfig) -> Path:
     """Return the folder of the weights; download it if model.path is a hub name. Raises OSError."""
-    folder = Path(cfg.path or "").expanduser()
+    folder = paths.expand(cfg.path or "")
     if folder.is_dir():
         return folder
     return Path(snapshot_download(str(cfg.path), allow_patterns=[FILES, "*.json"]))
