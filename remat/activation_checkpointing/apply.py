@@ -150,7 +150,7 @@ def apply(
         if any(decision.offload for decision in decisions):
             applied.offload = HostOffload(cfg.offload, device or torch.device("cpu"), len(layers), allocators)
         setup = Setup(
-            decisions, applied.counts, applied.scope, cfg, zero_stage, tensor_parallel, applied.cleanup,
+            model, decisions, applied.counts, applied.scope, cfg, zero_stage, tensor_parallel, applied.cleanup,
             compiled=compiled is not None,
         )  # fmt: skip
         setup.shared[budget.GRAPHS] = {
@@ -203,7 +203,7 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
         by_reference=setup.zero_stage == 3,
         offload=None if by_table else offload,
         discarded=site.discarded,
-        model=applied.model,
+        model=setup.model,
     )
     applied.cleanup.callback(saved.close)
 

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
+from remat.activation_checkpointing.mechanisms import operators
 from remat.activation_checkpointing.mechanisms.arguments import (
     Alias,
     Replayable,
@@ -87,7 +88,7 @@ class Replayed:
         )
 
 
-class Draws(TorchDispatchMode):
+class Draws(operators.Mode):
     """Records every draw of a layer from generators of its own, with the generator's state before the draw.
 
     A generator comes in a new wrapper at every draw, so equal generators cannot be recognised.
@@ -105,8 +106,9 @@ class Draws(TorchDispatchMode):
             if isinstance(value, torch.Generator) and not _is_torchs(value):
                 self.generators.append(value)
                 self.first.append(value.get_state())
-        if func.overloadpacket in DRAWS_AFTER_SAVE:
-            self.after_save = func.overloadpacket.__name__
+        packet = getattr(func, "overloadpacket", None)  # None: a higher-order operator
+        if packet in DRAWS_AFTER_SAVE:
+            self.after_save = packet.__name__
         return func(*args, **kwargs)
 
     def now(self) -> list[torch.Tensor]:

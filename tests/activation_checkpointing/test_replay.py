@@ -15,12 +15,13 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from remat.activation_checkpointing import apply, dry_run, policy
 from remat.activation_checkpointing.mechanisms import recompute
-from remat.activation_checkpointing.replay import Replayed
+from remat.activation_checkpointing.replay import Draws, Replayed
 from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig, Policy, SelectiveOpsConfig
 
 HIDDEN, LAYERS = 8, 4
@@ -528,3 +529,11 @@ def test_segments_under_zero3_stay_reentrant_where_the_model_can() -> None:
         with pytest.raises(ConfigError) as refusal:
             dry_run.choose(other, SEGMENTS, [LAYERS], zero_stage=3)
         assert text in str(refusal.value)
+
+
+def test_higher_order_operators_run_where_draws_are_recorded() -> None:
+    """As flex attention, where it is not compiled: torch refuses them under other modes."""
+    given = torch.randn(1, 2, 128, 16)
+    whole = flex_attention(given, given, given)
+    with Draws():
+        assert torch.equal(flex_attention(given, given, given), whole)

@@ -34,7 +34,7 @@ from remat.activation_checkpointing.mechanisms.mechanism import (
     spans,
 )
 from remat.activation_checkpointing.mechanisms.offload import row_of, stored_bytes
-from remat.activation_checkpointing.mechanisms.saved_tensors import expect_unedited
+from remat.activation_checkpointing.mechanisms.saved_tensors import expect_unedited, read_gathered
 from remat.activation_checkpointing.mechanisms.selective_modules import wrap_forward
 from remat.activation_checkpointing.mechanisms.tables.code import write_makers
 from remat.activation_checkpointing.mechanisms.tables.graph import (
@@ -176,7 +176,7 @@ class LayerRunner:
                 if type(tensor.grad_fn) is not entry.node:
                     self._check(program, entry, tensor)
                 if fate is weight:
-                    return WeightView(self.weights[entry.weight], entry.ref)
+                    return WeightView(self.weights[entry.weight], entry.ref, self.site.setup.model)
                 if entry.store:
                     frame.put(entry.value, tensor)
                 return [frame, entry, None]
@@ -283,7 +283,7 @@ class LayerRunner:
             if entry.fate in (Fate.make, Fate.move):
                 alive.handle = [frame, entry, None]
             elif entry.fate is Fate.weight and self.gathers:
-                alive.handle = WeightView(self.weights[entry.weight], entry.ref)
+                alive.handle = WeightView(self.weights[entry.weight], entry.ref, self.site.setup.model)
         self._count(program)
         return output
 
@@ -546,22 +546,15 @@ class Frame:
 
 
 class WeightView:
-    """A weight or a view of it, read in backward while it is gathered; gathered here if it was released too early."""
+    """A weight or a view of it, read in backward while it is gathered. `model`: see SavedTensors."""
 
-    __slots__ = ("ref", "weight")
+    __slots__ = ("model", "ref", "weight")
 
-    def __init__(self, weight: Any, ref: Ref) -> None:
-        self.weight, self.ref = weight, ref
+    def __init__(self, weight: Any, ref: Ref, model: nn.Module) -> None:
+        self.weight, self.ref, self.model = weight, ref, model
 
     def get(self) -> torch.Tensor:
-        status = getattr(self.weight, "ds_status", None)
-        released = status is not None and status.name == "NOT_AVAILABLE"
-        if released:
-            self.weight.all_gather()
-        tensor = _view_of(self.weight.data, self.ref)
-        if released:
-            self.weight.partition()
-        return tensor
+        return read_gathered(self.weight, self.model, partial(_view_of, ref=self.ref))
 
 
 class Slot:

@@ -133,8 +133,9 @@ class Mover(Protocol):
 
 @dataclass
 class Setup:
-    """What the layers of one model share while a plan is in place."""
+    """What the layers of `model` share while a plan is in place."""
 
+    model: nn.Module
     decisions: Sequence[LayerDecision]
     counts: list[LayerCounters]
     scope: Scope

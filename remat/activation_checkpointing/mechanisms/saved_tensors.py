@@ -107,31 +107,10 @@ class SavedTensors:
         return (self._from_weight, view) if view else None
 
     def _from_weight(self, view: _WeightView) -> torch.Tensor:
-        """Read the view from its weight, gathered for backward; gather it here if it was released too early."""
-        weight = view.weight
-        status = "AVAILABLE" if weight.is_meta else weight.ds_status.name
-        if status == "INFLIGHT":
-            self._wait_for(weight)
-            status = weight.ds_status.name
-        released = status == "NOT_AVAILABLE"
-        if released:
-            weight.all_gather()
-        values = weight.data.as_strided(view.size, view.stride, weight.data.storage_offset() + view.offset)
-        if released:
-            weight.partition()
-        return values
+        def read(values: torch.Tensor) -> torch.Tensor:
+            return values.as_strided(view.size, view.stride, values.storage_offset() + view.offset)
 
-    def _wait_for(self, weight: Any) -> None:
-        """Wait for `weight`, which DeepSpeed prefetches on a stream of its own."""
-        handle = getattr(self._model, "ds_inflight_param_registry", {}).pop(weight, None)
-        if handle is None:
-            raise RuntimeError(
-                f"ZeRO-3 gathers a weight of shape {list(weight.ds_shape)}, and nobody can wait for it"
-            )
-        handle.wait()
-        if weight.device.type == "cuda":
-            # the copy of a group of one rank waits for its own stream only
-            torch.cuda.synchronize(weight.device)
+        return read_gathered(view.weight, self._model, read)
 
     def _handle(self, tensor: torch.Tensor) -> Packed | None:
         if self._discarded and (discarded := self._discarded.pack(tensor)):
@@ -148,6 +127,38 @@ class _WeightView(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+def read_gathered(
+    weight: Any, model: nn.Module | None, read: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return what `read` makes of a weight's values; gather them if they were released too early.
+
+    `model`: see SavedTensors.
+    """
+    shard = None if weight.is_meta else getattr(weight, "ds_status", None)  # None: not sharded
+    if shard is not None and shard.name == "INFLIGHT":
+        _wait_for(weight, model)
+    released = shard is not None and weight.ds_status.name == "NOT_AVAILABLE"
+    if released:
+        weight.all_gather()
+    values = read(weight.data)
+    if released:
+        weight.partition()
+    return values
+
+
+def _wait_for(weight: Any, model: nn.Module | None) -> None:
+    """Wait for `weight`, which DeepSpeed prefetches on a stream of its own."""
+    handle = getattr(model, "ds_inflight_param_registry", {}).pop(weight, None)
+    if handle is None:
+        raise RuntimeError(
+            f"ZeRO-3 gathers a weight of shape {list(weight.ds_shape)}, and nobody can wait for it"
+        )
+    handle.wait()
+    if weight.device.type == "cuda":
+        # the copy of a group of one rank waits for its own stream only
+        torch.cuda.synchronize(weight.device)
 
 
 def _unpack(packed: Packed) -> torch.Tensor:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.activation_checkpointing.mechanisms import operators
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision, Observed, Site, Tiling, spans
@@ -281,7 +280,7 @@ def _problem(layer: nn.Module) -> str:
     return ""
 
 
-class _Look(TorchDispatchMode):
+class _Look(operators.Mode):
     """Watches one forward of a layer: what its MLP is given, who else uses that, and what comes after."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -346,7 +345,7 @@ class _Look(TorchDispatchMode):
             reader = self._inside[-1] if self._inside else "the layer"
             for tensor in operands((args, kwargs)):
                 self._readers.setdefault(operators.storage(tensor), set()).add(reader)
-        if self._name in self._inside and torch.Tag.nondeterministic_seeded in func.tags:
+        if self._name in self._inside and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             self._wrong = (
                 f"the MLP of {self._kind} draws random numbers ({func}), in slices others than in the whole"
             )
