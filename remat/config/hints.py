@@ -14,6 +14,7 @@ FREE_FORM = (  # sections that take any key
     "deepspeed.overrides",
     "model.architecture",
     "meta.measured",
+    "meta.planned",
     "checkpointing.layers",
     "data.columns",
     "data.mix",

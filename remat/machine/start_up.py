@@ -36,7 +36,8 @@ def share_cores() -> None:
     Without it every rank starts one thread per core, and the ranks slow each other down. DeepSpeed's CPU Adam
     reads it too.
     """
-    local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    sizes = (os.environ.get(name) for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    local = int(next(filter(None, sizes), 1))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // local)))
 
 

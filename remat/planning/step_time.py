@@ -211,10 +211,10 @@ def through_stages(
     """
     alone = [(time.compute_s + time.recompute_s) / accumulation for time in times]
     slowest = max(range(len(times)), key=alone.__getitem__)
-    made, unknown = times[slowest], list(times[slowest].unknown)
+    made, unknown = times[slowest], set(times[slowest].unknown)
     waits = sum(alone) - alone[slowest]
     if machine.gpu_link_gbs is None:
-        unknown.append("gpu_link_gbs")
+        unknown.add(f"gpu_link_gbs of {machine.name}")
     else:
         waits += max(sent_bytes) / (machine.gpu_link_gbs * GB)
     forward = made.phases_s["forward"] / max(TINY_S, made.phases_s["forward"] + made.phases_s["backward"])
@@ -226,7 +226,7 @@ def through_stages(
         pipeline_s=waits,
         phases_s=phases,
         traffic_bytes={**made.traffic_bytes, GPU_LINK: made.traffic_bytes.get(GPU_LINK, 0) + max(sent_bytes)},
-        unknown=sorted(set(unknown)),
+        unknown=sorted(unknown),
         between=made.between and (made.between[0] + waits, made.between[1] + waits),
         assumptions=[*made.assumptions, STAGES],
     )

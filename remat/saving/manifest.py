@@ -146,8 +146,11 @@ def read(folder: Path) -> Manifest:
         raise SaveError(f"{FILE} was changed after it was written")
     if content.pop("format") != FORMAT:
         raise SaveError(f"{FILE} has another format; this version reads format {FORMAT}")
-    content["files"] = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-    return Manifest(**content)
+    try:
+        content["files"] = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+        return Manifest(**content)
+    except TypeError as error:
+        raise SaveError(f"{FILE} has other fields than this version of remat knows: {error}") from error
 
 
 def verify(
