@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 OF_A_LAUNCH = (*SIGNALS, signal.SIGHUP)  # with that of a closed terminal
@@ -56,6 +57,18 @@ def catch() -> None:
     for signum in SIGNALS:
         signal.signal(signum, _note)
     os.register_at_fork(after_in_child=let_end)
+
+
+@contextmanager
+def noting() -> Iterator[None]:
+    """Note the stop signals that come inside, in place of what else they would do; those before are forgotten."""
+    forget()
+    before = {signum: signal.signal(signum, _note) for signum in SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def noted() -> int:

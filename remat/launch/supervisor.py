@@ -99,6 +99,7 @@ def launch(words: LaunchWords, tell: Tell | None = None) -> int:
     memory may ask for another launch that needs less (remat.launch.retreat).
     """
     log_dir, number = words.log_dir, 0
+    hangup = signal.getsignal(signal.SIGHUP)
     while True:
         file = log_dir / f"retreat-{number + 1}.json"
         retreat.forget(file)
@@ -106,11 +107,16 @@ def launch(words: LaunchWords, tell: Tell | None = None) -> int:
         ended = _launch_once(words, told, tell)
         if ended.was_stopped or ended.code in (0, EXIT_STOPPED):
             return ended.code
-        asked = retreat.take(file)
-        if asked is None and ended.out_of_memory:
-            asked = retreat.after_kill(file, ended.out_of_memory, number, say)
+        with signals.noting():
+            asked = retreat.take(file)
+            if asked is None and ended.out_of_memory:
+                asked = retreat.after_kill(file, ended.out_of_memory, number, say)
         if asked is None:
             return ended.code
+        if stop := signals.noted():
+            say(f"stopped by {signal.Signals(stop).name} before it was started again")
+            return as_exit_code(-stop)
+        signal.signal(signal.SIGHUP, hangup)  # ignored at the end of a launch
         number += 1
         say(f"starting the run again with less memory, {' '.join(asked.overrides)}: {asked.why}")
         words = replace(

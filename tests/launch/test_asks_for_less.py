@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +107,21 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_asked_for(
     said = "".join(capfd.readouterr())
     assert said.count("starting the run again with less memory, checkpointing=full: rank 1 was killed") == 2
     assert "no retreat: this run was started again 2 times already (most_retreats=2)" in said
+
+
+def test_a_stop_while_the_next_launch_is_planned_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def choose(run: retreat.Smaller, why: str) -> Retreat:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Retreat(LESS, why, "outputs/a/r1")
+
+    monkeypatch.setattr(retreat, "choose", choose)
+    handler = signal.getsignal(signal.SIGTERM)
+    launches = Launches(monkeypatch, (137, "killed", False))
+    assert supervisor.launch(replace(WORDS, log_dir=tmp_path)) == 128 + signal.SIGTERM
+    assert len(launches.seen) == 1 and signal.getsignal(signal.SIGTERM) == handler
+    assert "stopped by SIGTERM before it was started again" in "".join(capfd.readouterr())
 
 
 def test_a_killed_run_without_a_word_is_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
