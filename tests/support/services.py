@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from tests.support import many_runs  # noqa: I001 (first: it settles what this rank may see)
 
+from remat.config.compose import Composed
 from remat.training import build as setup
 from remat.report import tracking
 from remat.training.run import Run
@@ -51,10 +52,10 @@ class Wandb:
     def teardown(self, exit_code: int) -> None: ...
 
 
-def build(cfg: Any, *more: Any) -> Run:
-    fault, _, call = cfg.name.partition("-")
+def build(composed: Composed) -> Run:
+    fault, _, call = composed.run.name.partition("-")
     sys.modules["wandb"] = Wandb(fault, call)  # type: ignore[assignment]
-    return built(cfg, *more)
+    return built(composed)
 
 
 if __name__ == "__main__":
