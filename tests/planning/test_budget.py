@@ -430,6 +430,9 @@ def test_a_budget_below_the_fewest_bytes_is_met_where_values_may_move() -> None:
     found = on_gpu(*MAY_MOVE, gib(0.98 * full), depth=12)
     assert needed(found) <= 0.98 * full
     assert moved(found) > 0
+    inputs_alone = on_gpu(*MAY_MOVE, gib(0.94 * full), depth=12)
+    assert needed(inputs_alone) <= 0.94 * full
+    assert 0 < moved(inputs_alone) < moved(found) / 2
 
 
 def test_host_memory_bounds_what_moves(between: str) -> None:
