@@ -29,8 +29,8 @@ ABOUT_COMMANDS = """\
 
 This page is written by `python scripts/reference_pages.py` from the commands themselves.
 
-Exit codes: 0 finished, 2 bad configuration, 3 does not fit or the machine is not able, 70 training failed, 75 stopped
-and resumable."""
+Exit codes: 0 finished, 1 an error that nothing here foresaw, 2 bad configuration, 3 does not fit or the machine is not
+able, 70 training failed, 75 stopped and resumable; `remat launch` also has 128 + N where signal N ended the ranks."""
 
 TRAIN = compose.USAGE.format(recipes="those that `remat recipes` lists", groups="the groups of docs/options.md")
 
@@ -59,7 +59,8 @@ def _cells(option: reference.Option) -> list[str]:
         f"`{value}`" + f": {meaning}" * bool(meaning) for value, meaning in option.choices.items()
     )
     sentence = f"{option.sentence}." + f" {choices}" * bool(choices)
-    return [f"`{option.name}`", option.type, f"`{option.default}`", option.unit, sentence.replace("|", "\\|")]
+    default = option.default.replace("\n", "\\n")
+    return [f"`{option.name}`", option.type, f"`{default}`", option.unit, sentence.replace("|", "\\|")]
 
 
 def command_page(_: str = "") -> str:
