@@ -167,13 +167,13 @@ def with_first_calls(recording: Recording, first_bytes: Mapping[int, int]) -> Re
     kept = [record.kept_bytes.get(layer, 0) for layer in range(record.num_layers)]
     forward = record.parts[: record.backward_begins_at]
     is_cut = any(part.at_cut.layer is not None for part in forward)
+    most = {layer: sum(kept[:layer]) + size for layer, size in first_bytes.items()}
 
     def add(snapshot: Snapshot) -> Snapshot:
         if snapshot.layer is None or snapshot.total < 0:
             return snapshot
-        of_layers = [layer for layer in first_bytes if layer == snapshot.layer or not is_cut]
-        most = max((sum(kept[:layer]) + first_bytes[layer] for layer in of_layers), default=0)
-        more = max(0, most - snapshot.total)
+        needed = (size for layer, size in most.items() if layer == snapshot.layer or not is_cut)
+        more = max(0, max(needed, default=0) - snapshot.total)
         activations, recomputed, loss = snapshot.by_kind
         return snapshot._replace(total=snapshot.total + more, by_kind=(activations + more, recomputed, loss))
 
