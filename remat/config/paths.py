@@ -186,14 +186,20 @@ def _problem_of(path: str, source: DataSource) -> str:
     return f"does not exist{near(path)}: name a file, a folder or a glob"
 
 
+def home_problems(cfg: RunConfig) -> list[str]:
+    """Return a problem for each folder to write to that is below the home of a user who does not exist."""
+    written = {"output_dir": cfg.output_dir, "data.cache_dir": cfg.data.cache_dir}
+    written["hardware.nvme_path"] = cfg.hardware.nvme_path or ""
+    return [
+        f"{option}={folder}: there is no user {folder.split('/')[0]}; give a folder, or ./~ for that name"
+        for option, folder in written.items()
+        if str(expand(folder)).startswith("~")
+    ]
+
+
 def output_problems(cfg: RunConfig) -> list[str]:
     """Return a problem when output_dir cannot be written; try it by a folder in its nearest existing parent."""
-    place = expand(cfg.output_dir)
-    if str(place).startswith("~"):
-        return [
-            f"output_dir={cfg.output_dir}: there is no user {place.parts[0]}; give a folder, or ./~ for that name"
-        ]
-    place = place.absolute()
+    place = expand(cfg.output_dir).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     try:

@@ -84,6 +84,7 @@ def check_launch(cfg: RunConfig) -> None:
         *(paths.weight_problems(cfg.model) if reads_weights(cfg) else []),
         *paths.tokenizer_problems(cfg.model),
         *paths.data_problems(cfg),
+        *paths.home_problems(cfg),
         *(paths.output_problems(cfg) if cfg.resume in NOT_FOLDERS else []),
     ]
     found += [

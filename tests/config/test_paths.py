@@ -181,7 +181,10 @@ def test_an_output_folder_that_cannot_be_written_is_told_so(model: Path, tmp_pat
     (tmp_path / "file").write_text("")
     for place in ("/proc/nope", f"{tmp_path}/file", f"{tmp_path}/file/below"):
         assert f"output_dir={place} cannot be written" in refusal(f"model.path={model}", f"output_dir={place}")
-    assert "no user ~nobody-here" in refusal(f"model.path={model}", 'output_dir="~nobody-here/runs"')
+    for option in ("output_dir", "data.cache_dir", "hardware.nvme_path"):
+        assert f"{option}=~nobody-here/runs: there is no user ~nobody-here" in refusal(
+            f"model.path={model}", f'{option}="~nobody-here/runs"'
+        )
 
 
 def test_looking_at_the_output_folder_leaves_nothing(model: Path, tmp_path: Path) -> None:
