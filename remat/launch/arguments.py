@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import difflib
+import json
+import os
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from remat.config.options import ConfigError
@@ -17,6 +21,11 @@ RUNNER_VALUES = {
     "-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators",
     "--master_port", "--master_addr", "--node_rank", "--launcher", "--launcher_args", "--bind_core_list",
     "--ssh_port", "--venv_script", "--log_level",
+}  # fmt: skip
+RANKS_OF_A_NODE = ("--num_gpus", "--num_accelerators")
+OF_NODE_LAUNCHER = {
+    *RANKS_OF_A_NODE, "--master_port", "--no_local_rank", "-q", "--quiet", "--log_level",
+    "--bind_cores_to_rank", "--bind_core_list",
 }  # fmt: skip
 KINDS = {"--module": "module", "--no_python": "program"}
 OWN = {"--log-dir", "--grace-s"}
@@ -79,10 +88,17 @@ class LaunchWords:
     @property
     def ranks(self) -> int | None:
         """Return the number of ranks; None when only the runner can determine it."""
-        if not self.on_one_node or self.runner_has("-i", "--include") or "--num_gpus" not in self.runner:
+        given = [count for name, count in pairwise(self.runner) if name in RANKS_OF_A_NODE]
+        if not self.on_one_node or self.runner_has("-i", "--include") or not given:
             return None
-        count = self.runner[self.runner.index("--num_gpus") + 1]
-        return int(count) if count.isdigit() and int(count) else None
+        return int(given[-1]) if given[-1].isdigit() and int(given[-1]) else None
+
+    @property
+    def needs_no_runner(self) -> bool:
+        """Return whether the number of ranks is known, and DeepSpeed's node launcher takes all options."""
+        if self.ranks is None or os.environ.get("CUDA_VISIBLE_DEVICES"):  # the runner says that it ignores these
+            return False
+        return {word for word in self.runner if word.startswith("-")} <= OF_NODE_LAUNCHER
 
     @property
     def asks_help(self) -> bool:
@@ -130,6 +146,21 @@ def parse(argv: list[str]) -> LaunchWords:
         raise ConfigError(f"--grace-s {own['--grace-s']} is not a number of seconds") from None
     log_dir = own.get("--log-dir") or f"outputs/logs/{time.strftime('%Y%m%d-%H%M%S')}"
     return LaunchWords(runner, kind, rest[0], rest[1:], Path(log_dir).absolute(), grace_s)
+
+
+def launcher(words: LaunchWords, asked: list[str]) -> list[str]:
+    """Return the module of DeepSpeed's launcher that starts these ranks, and its arguments, given the runner's.
+
+    On one node the runner only starts the node launcher: 2.4 s and 0.4 GiB later, since it imports DeepSpeed for it.
+    """
+    if not words.needs_no_runner:
+        return ["deepspeed.launcher.runner", *asked]
+    for name in RANKS_OF_A_NODE:
+        while name in asked:
+            at = asked.index(name)
+            asked = asked[:at] + asked[at + 2 :]
+    world = json.dumps({"localhost": list(range(words.ranks or 0))}).encode()
+    return ["deepspeed.launcher.launch", f"--world_info={base64.urlsafe_b64encode(world).decode()}", *asked]
 
 
 def _unknown(name: str) -> str:

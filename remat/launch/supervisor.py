@@ -1,9 +1,9 @@
-"""`remat launch`: a thin supervisor in front of the `deepspeed` runner. It owns the run's processes.
+"""`remat launch`: a thin supervisor in front of DeepSpeed's launchers. It owns the run's processes.
 
     remat launch -> deepspeed runner -> node launcher -> rank keeper -> rank        (one keeper and rank per GPU)
 
-The runner and the node launcher start ranks as usual, but with stop signals blocked, because DeepSpeed answers them by
-killing the ranks. Each keeper (remat/launch/rank_keeper.py) reports its rank's process id and exit code over a socket.
+On one node with --num_gpus N there is no runner. The launchers start ranks as usual, but with stop signals blocked,
+because DeepSpeed answers them by killing the ranks. Each keeper (remat/launch/rank_keeper.py) reports its rank's process id and exit code over a socket.
 So signals reach every rank at once, exit codes are the ranks' own, no rank is left behind when a launcher or this
 process is killed, and no rank is cut off in a save because another rank ended earlier.
 
@@ -30,7 +30,7 @@ from pathlib import Path
 
 from remat.config.options import ConfigError
 from remat.config.units import GIB
-from remat.launch import left_behind, processes, rank_keeper, retreat, signals
+from remat.launch import arguments, left_behind, processes, rank_keeper, retreat, signals
 from remat.launch.arguments import LaunchWords
 from remat.launch.signals import as_exit_code
 from remat.machine.host_memory import host_memory, oom_kills
@@ -185,7 +185,7 @@ class _Supervisor:
         self.environment = more
         self.ranks: list[_Rank] = []
         self.local_size = 0
-        self.runner_code: int | None = None
+        self.launcher_code: int | None = None
         self.stop: tuple[int, float] | None = None  # the first stop signal that was sent on, and when
         self.kill_at = NEVER
         self.forced = False
@@ -204,8 +204,8 @@ class _Supervisor:
     def run(self) -> int:
         woken = signals.wake_on([*signals.OF_A_LAUNCH, signal.SIGCHLD])
         self.events.register(woken, selectors.EVENT_READ)
-        process = self._start_runner()  # kept: a Popen that is let go may wait for its process
-        self.runner = process.pid
+        process = self._start_launcher()  # kept: a Popen that is let go may wait for its process
+        self.launcher = process.pid
         if not self.words.over_ssh and self.tell is None:
             say(f"every rank's output is kept in {short(self.words.log_dir)}/rank-N.log")
         while not self._over():
@@ -220,8 +220,8 @@ class _Supervisor:
             self._check_state()
         return self._end()
 
-    def _start_runner(self) -> subprocess.Popen:
-        """Start `deepspeed`, in a session of its own, with arguments that start a keeper for each rank."""
+    def _start_launcher(self) -> subprocess.Popen:
+        """Start DeepSpeed's launcher, in a session of its own, with arguments that start a keeper for each rank."""
         words, asked = self.words, list(self.words.runner)
         env = os.environ | self.environment
         if not words.runner_has("-q", "--quiet", "--log_level"):
@@ -243,21 +243,21 @@ class _Supervisor:
             if not words.over_ssh:
                 signal.pthread_sigmask(signal.SIG_BLOCK, signals.OF_A_LAUNCH)
 
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", *asked, *rank]
+        command = [sys.executable, "-m", *arguments.launcher(words, asked), *rank]
         return subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=prepare)
 
     # Events
 
     def _signalled(self, signum: int) -> None:
         if signum == signal.SIGCHLD:
-            self.runner_code = processes.reap().get(self.runner, self.runner_code)
+            self.launcher_code = processes.reap().get(self.launcher, self.launcher_code)
             return
         name, now = signal.Signals(signum).name, time.monotonic()
         if signum == signal.SIGHUP:
             signum = signal.SIGTERM  # a closed terminal: ranks need no handler of SIGHUP
         if self.words.over_ssh:
             say(f"{name} sent on to the deepspeed runner, which ends the other nodes")
-            processes.send(self.runner, signum)
+            processes.send(self.launcher, signum)
         elif not self._all_started():
             say(f"{name} before the ranks began: nothing to save")
             self.stop = self.stop or (signum, now)
@@ -310,16 +310,17 @@ class _Supervisor:
             self._end_ranks(PEERS_S)
         elif ended and self.kill_at == NEVER:
             self.kill_at = now + self.words.grace_s  # the others may still be saving
-        if self.runner_code is not None and not self._all_ended() and not self.launcher_gone and self.ranks:
+        if self.launcher_code is not None and not self._all_ended() and not self.launcher_gone and self.ranks:
             self.launcher_gone = True
-            gone = "node launcher" if self.runner_code == 0 else "deepspeed runner"
+            behind_runner = self.launcher_code == 0 or self.words.needs_no_runner
+            gone = "node launcher" if behind_runner else "deepspeed runner"
             say(f"the {gone} was killed: ending the ranks")
             self._end_ranks(LAUNCHER_GONE_S)
         if now >= self.kill_at and not self._all_ended():
             self._kill()
 
     def _over(self) -> bool:
-        return self.forced or self._all_ended() or (self.runner_code is not None and not self.ranks)
+        return self.forced or self._all_ended() or (self.launcher_code is not None and not self.ranks)
 
     def _all_started(self) -> bool:
         return 0 < self.local_size <= len([r for r in self.ranks if r.rank >= 0])
@@ -356,8 +357,8 @@ class _Supervisor:
                 with contextlib.suppress(OSError):
                     rank.link.sendall(b"leave\n")
             deadline = time.monotonic() + LEAVING_S
-            while self.ranks and self.runner_code is None and time.monotonic() < deadline:
-                self.runner_code = processes.reap().get(self.runner, self.runner_code)
+            while self.ranks and self.launcher_code is None and time.monotonic() < deadline:
+                self.launcher_code = processes.reap().get(self.launcher, self.launcher_code)
                 time.sleep(0.05)
         processes.end_descendants(at_once=self.forced)
         if self.port:
@@ -384,10 +385,10 @@ class _Supervisor:
             return EXIT_KILLED
         if codes:
             return EXIT_STOPPED if EXIT_STOPPED in codes else 0
-        if self.runner_code == 0 and not self.words.asks_help and not self.words.over_ssh:
-            say("the deepspeed runner left before it started a rank")
+        if self.launcher_code == 0 and not self.words.asks_help and not self.words.over_ssh:
+            say("DeepSpeed's launcher left before it started a rank")
             return 1
-        return as_exit_code(self.runner_code or 0)
+        return as_exit_code(self.launcher_code or 0)
 
     def _report_failure(self, rank: _Rank) -> None:
         code = rank.code or 0

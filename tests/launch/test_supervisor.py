@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
-from deepspeed.launcher import runner
+from deepspeed.launcher import launch, runner
 
 from remat import cli
 from remat.config.options import ConfigError
@@ -91,6 +92,50 @@ def test_bad_words_are_one_message(argv: list[str], said: str) -> None:
 def test_ranks_of_another_launcher_are_not_ours(options: list[str], over_ssh: bool) -> None:
     words = arguments.parse([*options, "train.py"])
     assert words.over_ssh is over_ssh and words.of_all_nodes is (options == ["--hostfile", "h"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--num_gpus", "3"],
+        ["--num_accelerators=2", "--no_local_rank", "--bind_cores_to_rank", "--bind_core_list", "0-1"],
+        ["--num_gpus", "4", "--num_gpus", "1"],
+    ],
+)
+def test_the_node_launcher_is_started_as_the_runner_would(
+    options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    words = arguments.parse([*options, "train.py"])
+    assert words.needs_no_runner
+    asked = [*words.runner, "--log_level", "critical", "--master_port", "29123", "--module"]
+    module, *ours = arguments.launcher(words, asked)
+    commands: list[list[str]] = []
+
+    def start(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        started = subprocess.CompletedProcess(command, 0)
+        started.wait = lambda: None  # type: ignore[attr-defined]
+        return started
+
+    monkeypatch.setattr(runner.subprocess, "Popen", start)
+    runner.main([*asked, "keeper", "x=1"])
+    monkeypatch.setattr("sys.argv", commands[0][3:])
+    theirs = launch.parse_args()
+    monkeypatch.setattr("sys.argv", [module, *ours, "keeper", "x=1"])
+    assert commands[0][2:4] == ["-m", module] and vars(launch.parse_args()) == vars(theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [([], ""), (["--num_gpus", "2", "--no_ssh_check"], ""), (["--num_gpus", "2"], "2,3"), (["-i", "localhost:1"], "")],
+)
+def test_what_the_node_launcher_does_not_know_is_left_to_the_runner(
+    options: list[str], devices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    words = arguments.parse([*options, "train.py"])
+    assert arguments.launcher(words, words.runner) == ["deepspeed.launcher.runner", *options]
 
 
 def test_the_rank_is_started_as_the_launcher_would() -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.support import tiny
 from tests.support.launcher import ROOT
 from tests.support.pool import CPU_ONLY
-from tests.support.supervised import DEADLINE_S, RANK, Supervised, supervised
+from tests.support.supervised import DEADLINE_S, RANK, Supervised, supervised, words_of
 
 pytestmark = pytest.mark.launch
 slow = pytest.mark.slow_fault
@@ -45,8 +45,7 @@ def test_a_stop_signal_reaches_every_rank_at_once(tmp_path: Path, signum: signal
     """A rank leaves only after all got the signal: sent to one after the other had ended, this would never end."""
     with supervised(tmp_path, *rank(tmp_path, "stop")) as run:
         run.ready()
-        for launcher in run.launchers():  # a sender that signals all processes: no harm
-            launcher.send_signal(signal.SIGTERM)
+        run.launcher("launch").send_signal(signal.SIGTERM)  # a sender that signals all processes: no harm
         run.signal(signum)
         ends(run, 75)
         expected = "SIGTERM" if signum == signal.SIGHUP else signum.name
@@ -84,14 +83,26 @@ def test_a_killed_rank_is_named_with_its_memory(tmp_path: Path) -> None:
         assert said and 0 < float(said[1]) <= psutil.virtual_memory().total / 2**30 + 0.1, run.out
 
 
-@pytest.mark.parametrize("which", [pytest.param("runner", marks=slow), "node launcher"])
-def test_a_killed_launcher_ends_the_run(tmp_path: Path, which: str) -> None:
-    with supervised(tmp_path, *rank(tmp_path, "stop")) as run:
+RUNNER = ("--no_ssh_check",)  # an option that only the runner takes, so that there is one
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "name"),
+    [
+        ((), "launch", "node launcher"),
+        pytest.param(RUNNER, "launch", "node launcher", marks=slow),
+        pytest.param(RUNNER, "runner", "deepspeed runner", marks=slow),
+    ],
+)
+def test_a_killed_launcher_ends_the_run(
+    tmp_path: Path, options: tuple[str, ...], module: str, name: str
+) -> None:
+    with supervised(tmp_path, *rank(tmp_path, "stop"), options=options) as run:
         run.ready()
-        runner, node = run.launchers()
-        (runner if which == "runner" else node).kill()
+        assert any("deepspeed.launcher.runner" in words_of(p) for p in run.seen) == bool(options)
+        run.launcher(module).kill()
         ends(run, 137)
-        assert f"the {'deepspeed ' if which == 'runner' else ''}{which} was killed" in run.out
+        assert f"the {name} was killed" in run.out
         assert all((tmp_path / f"got-{n}").exists() for n in (0, 1))  # the ranks had a chance to save
 
 

@@ -72,11 +72,9 @@ class Supervised:
     def watch(self) -> None:
         self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
 
-    def launchers(self) -> tuple[psutil.Process, psutil.Process]:
-        """(runner, node launcher)."""
-        runner = next(p for p in self.seen if "deepspeed.launcher.runner" in words_of(p))
-        node = next(p for p in self.seen if "deepspeed.launcher.launch" in words_of(p))
-        return runner, node
+    def launcher(self, module: str) -> psutil.Process:
+        """The process of deepspeed.launcher.runner, or of deepspeed.launcher.launch: the node launcher."""
+        return next(p for p in self.seen if f"deepspeed.launcher.{module}" in words_of(p))
 
     def signal(self, signum: int) -> None:
         self.process.send_signal(signum)
