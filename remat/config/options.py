@@ -221,7 +221,7 @@ class MetaConfig:
     summary: str = ""  # what a recipe trains, in a few words
     machine: str = "any"  # the machine a recipe is for
     status: RecipeStatus = RecipeStatus.planned  # whether the figures of a recipe were measured or planned
-    # gpu_gib and host_gib of a rank and tokens_per_s of all ranks, as `remat plan` says
+    # gpu_gib of a rank and tokens_per_s of all ranks, as `remat plan` says
     planned: dict[str, float] = field(default_factory=dict)
     # figures of a run on that machine, by their names in metrics.jsonl
     measured: dict[str, Any] = field(default_factory=dict)

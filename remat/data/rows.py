@@ -258,7 +258,7 @@ def content_of(row: Any, cfg: DataConfig) -> Content:
     if cfg.format == DataFormat.prompt_completion:
         return _completion(row, cfg)
     name = "messages" if cfg.format == DataFormat.chat else "conversations"
-    messages = row[name]
+    messages = _from_text(row[name])
     system = _optional_text(row, "system", cfg) if cfg.format == DataFormat.sharegpt else ""
     if system and isinstance(messages, list):
         messages = [{"role": "system", "content": system}, *messages]

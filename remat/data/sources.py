@@ -524,7 +524,7 @@ def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
         ) from error
     if not cfg.streaming and not len(table):
         raise ConfigError(f"{option}={path} is empty: choose another split or subset")
-    where = f"{name}[{split}]"
+    where = f"{name}{subset and f':{subset}'}[{split}]"
     first = [(f"{where}:{number}", row) for number, row in enumerate(islice(table, FIRST_ROWS), 1)]
     found = recognise_format(first, cfg, option, path)
     cfg = replace(cfg, format=found.data_format)

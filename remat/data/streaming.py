@@ -163,7 +163,10 @@ class Stream:
         if reading is not None and reading.place == place:
             return reading
         bad_rows = BadRowLog(self.cfg.on_bad_row)
-        return _Reading(place, self._documents(place, bad_rows), bad_rows)
+        documents = self._documents(place, bad_rows)
+        if place.window:  # unusable rows before this document are in the counts of earlier windows
+            documents = chain([next(documents)], documents)
+        return _Reading(place, documents, bad_rows)
 
     def _documents(self, place: Place, bad_rows: BadRowLog) -> Iterator[tuple[Place, Document]]:
         """Yield the documents from `place` on with their places, epoch after epoch, without held-out ones."""

@@ -207,7 +207,10 @@ def compare(needs: Needs, machine: Machine, memory: Sequence[Row] = ()) -> list[
     """
     lines = list(memory) or lower_bound(needs, machine)
     if needs.reading_bytes:
-        remedy = "start fewer ranks on each node, or train.tensor_parallel_size=1, which reads onto the GPU"
+        remedy = (
+            "start fewer ranks on each node, or read onto the GPU with train.tensor_parallel_size=1 and "
+            "train.pipeline_parallel_size=1"
+        )
         name = f"host memory of this node while {needs.ranks_per_node} ranks read the whole model"
         lines.append(Row(name, needs.reading_bytes, machine.host_available_bytes, remedy))
     if needs.flat_bytes and machine.gpu_bytes is not None:

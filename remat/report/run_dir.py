@@ -24,6 +24,7 @@ from remat.launch import retreat
 from remat.machine import distributed
 from remat.machine.allocator import VARIABLES
 from remat.machine.owner_lock import STALE_S, Holder, OwnerLock, holder_of
+from remat.report.tracking import read_rows
 
 OWNER = "owner.json"  # in the run directory, while a launch owns it
 EXIT_FAILED = 70
@@ -149,7 +150,7 @@ def _new_folder(recipe: Path, run_id: str | None, made: list[Path]) -> Path:
 def retreats(run_dir: Path) -> list[dict[str, Any]]:
     """Return each restart of a run with less memory: `time_unix_s`, `why`, `overrides`."""
     file = run_dir / retreat.RECORD
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    return read_rows(file) if file.exists() else []
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -55,12 +56,18 @@ def check_newest(folder: Path, patterns: Sequence[str], option: str) -> None:
         return
     found: tuple[Path, int] | None = None
     if distributed.rank_from_env() == 0:
-        files = (path for pattern in patterns for path in folder.glob(pattern))
-        newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
-        found = (newest.absolute(), newest.stat().st_size) if newest else None
+        path, stat = max(_with_stat(folder, patterns), key=lambda each: each[1].st_mtime, default=(None, None))
+        found = (path.absolute(), stat.st_size) if path and stat else None
     found = distributed.broadcast(found)
     lacks = found is not None and not _seen(*found)
     _refuse(f"{found[0]}, which rank 0 found, is not there" if found and lacks else None, option)
+
+
+def _with_stat(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[Path, os.stat_result]]:
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            with suppress(FileNotFoundError):  # a saved state that another run of this folder removes
+                yield path, path.stat()
 
 
 def _refuse(problem: str | None, option: str) -> None:

@@ -53,6 +53,7 @@ SAME = {
         SHAREGPT,
         {"conversations": OPENAI["messages"]},
         {"conversations": SHAREGPT["conversations"][1:], "system": "be kind", "id": "x"},
+        {"conversations": json.dumps(SHAREGPT["conversations"][1:]), "system": "be kind"},
     ],
     DataFormat.prompt_completion: [],
 }

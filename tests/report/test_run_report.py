@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from remat.config.options import ConfigError
-from remat.report import run_report
+from remat.report import run_dir, run_report
 from remat.report.charts import LIGHT, charts
 from remat.report.run_report import draw
 
@@ -374,3 +374,9 @@ def test_a_starting_point_does_not_name_the_run(tmp_path: Path) -> None:
     run_dir = make(tmp_path / "tiny" / "r1", [row(1)], config_yaml={"meta": meta})
     draw(run_dir)
     assert "Starting point" not in (run_dir / "report" / "index.html").read_text().split("<details>")[0]
+
+
+def test_a_torn_row_of_retreats_is_passed_over(tmp_path: Path) -> None:
+    kept = {"time_unix_s": 1.7e9, "why": "rank 1 was killed", "overrides": ["checkpointing=full"]}
+    (tmp_path / "retreats.jsonl").write_text(json.dumps(kept) + '\n{"time_unix_s": 1.7')
+    assert run_dir.retreats(tmp_path) == [kept]

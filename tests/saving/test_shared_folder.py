@@ -66,6 +66,12 @@ def test_states_that_another_node_does_not_see_are_refused_before_they_are_read(
     shared_folder.check_newest(tmp_path, ["saved/step-*/manifest.json"], "resume=auto")
 
 
+def test_a_file_that_goes_while_it_is_looked_at_is_not_the_newest(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    (tmp_path / "gone").symlink_to(tmp_path / "never")  # listed, but without a stat
+    assert [path.name for path, _ in shared_folder._with_stat(tmp_path, ["*"])] == ["a"]
+
+
 def test_rank_0_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
