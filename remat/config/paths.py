@@ -9,10 +9,10 @@ import difflib
 import glob
 import json
 import os
-import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from remat.config.options import NOT_FOLDERS, DataSource, ModelConfig, ModelInit, RunConfig
 
@@ -270,25 +270,42 @@ def _pointer(file: Path, option: str) -> list[str]:
     ]
 
 
-def _unsound(file: Path, option: str) -> list[str]:
-    """Return why a safetensors file is not whole: 8 bytes of header length, a header (JSON), values to its end."""
+class StoredTensor(NamedTuple):
+    """A tensor of a safetensors file: the name of its dtype there, its shape, and the byte of its first value."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file: 8 bytes of header length, a header (JSON), values to its end.
+
+    Raises ValueError with what is wrong with a file that is not whole.
+    """
     size = file.stat().st_size
-    again = "copy or download it again"
     with file.open("rb") as opened:
-        start = opened.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        length = int.from_bytes(opened.read(8), "little")
         if not 0 < length <= min(size - 8, LONGEST_HEADER_BYTES):
-            return [f"{option}: {file.name} ({size:,} bytes) is cut off or no safetensors file: {again}"]
-        try:
-            header = json.loads(opened.read(length))
-            end = max(
-                (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
-                default=0,
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            return [f"{option}: {file.name} has a damaged header ({type(error).__name__}): {again}"]
-    expected = 8 + length + end
-    if size != expected:
-        kind = "is cut off" if size < expected else "is too long"
-        return [f"{option}: {file.name} {kind} ({size:,} of {expected:,} bytes): {again}"]
+            raise ValueError(f"is cut off or no safetensors file ({size:,} bytes)")
+        header = opened.read(length)
+    found, end = {}, 8 + length
+    try:
+        for name, entry in json.loads(header).items():
+            if name != "__metadata__":
+                begin, after = entry["data_offsets"]
+                found[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
+                end = max(end, 8 + length + after)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"has a damaged header ({type(error).__name__})") from error
+    if size != end:
+        raise ValueError(f"{'is cut off' if size < end else 'is too long'} ({size:,} of {end:,} bytes)")
+    return found
+
+
+def _unsound(file: Path, option: str) -> list[str]:
+    try:
+        read_header(file)
+    except ValueError as error:
+        return [f"{option}: {file.name} {error}: copy or download it again"]
     return []

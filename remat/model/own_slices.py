@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import copy
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -243,29 +242,16 @@ def _find_files(path: str) -> list[Path]:
 
 
 def _read_header(file: Path, cfg: ModelConfig) -> dict[str, _Stored]:
-    """Return the tensors of a safetensors file by name: 8 bytes of header length, a header (JSON), values."""
-    size = file.stat().st_size
-    unsound, again = f"model.path={cfg.path}: {file.name}", "copy or download it again"
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if not 0 < length <= min(size - 8, paths.LONGEST_HEADER_BYTES):
-            raise ConfigError(f"{unsound} is cut off or no safetensors file; {again}")
-        header = opened.read(length)
-    found, end = {}, 0
+    """Return the tensors of a safetensors file by name."""
     try:
-        for name, entry in json.loads(header).items():
-            if name == "__metadata__":
-                continue
-            if entry["dtype"] not in DTYPES:
-                raise NotSliced(f"{name} is stored as {entry['dtype']}")
-            begin, end_here = entry["data_offsets"]
-            end = max(end, 8 + length + end_here)
-            found[name] = _Stored(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{unsound} has a damaged header ({type(error).__name__}); {again}") from error
-    if end > size:
-        raise ConfigError(f"{unsound} is cut off ({size:,} of {end:,} bytes); {again}")
-    return found
+        header = paths.read_header(file)
+    except ValueError as error:
+        raise ConfigError(f"model.path={cfg.path}: {file.name} {error}; copy or download it again") from error
+    if unknown := next((name for name, stored in header.items() if stored.dtype not in DTYPES), None):
+        raise NotSliced(f"{unknown} is stored as {header[unknown].dtype}")
+    return {
+        name: _Stored(file, DTYPES[stored.dtype], stored.shape, stored.offset) for name, stored in header.items()
+    }
 
 
 class _Address:

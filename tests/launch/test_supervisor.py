@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -112,13 +111,16 @@ def test_the_node_launcher_is_started_as_the_runner_would(
     module, *ours = arguments.launcher(words, asked)
     commands: list[list[str]] = []
 
-    def start(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        started = subprocess.CompletedProcess(command, 0)
-        started.wait = lambda: None  # type: ignore[attr-defined]
-        return started
+    class Process:
+        returncode = 0
 
-    monkeypatch.setattr(runner.subprocess, "Popen", start)
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            commands.append(command)
+
+        def wait(self) -> None: ...
+
+    monkeypatch.setattr(runner.subprocess, "Popen", Process)
+    monkeypatch.setenv("LOCAL_SIZE", "4")  # else DeepSpeed counts CPU accelerators with a process
     runner.main([*asked, "keeper", "x=1"])
     monkeypatch.setattr("sys.argv", commands[0][3:])
     theirs = launch.parse_args()
