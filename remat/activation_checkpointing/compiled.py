@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from remat.config.options import ConfigError
+from remat.config.units import format_count
 
 # With this, dropout draws the same numbers as without compilation.
 OPTIONS: dict[str, Any] = {"fallback_random": True}
@@ -69,7 +70,7 @@ class CompiledLayers:
         if not graphs:
             return ""
         return (
-            f"compile=layers: torch.compile took {seconds:.1f} s for {graphs} graph{'s' * (graphs != 1)}, once for "
+            f"compile=layers: torch.compile took {seconds:.1f} s for {format_count(graphs, 'graph')}, once for "
             "each kind of layer and each shape of its inputs"
         )
 

@@ -21,6 +21,7 @@ from remat.config import ds_defaults, paths
 from remat.config.ds_defaults import OFFLOADS, SECOND_SHARDS, ZERO
 from remat.config.options import ConfigError, OptimName, OptimStates, Precision, RunConfig
 from remat.config.redact import is_secret
+from remat.config.units import format_count
 
 DEVICES = ("none", "cpu", "nvme")
 DEEPSPEEDS_BUFFER = 100_000_000  # elements: its default of offload_param.buffer_size, where no model is known
@@ -130,7 +131,7 @@ def count_data_ranks(shared_by: int, world_size: int, *, option: str = "train.te
     """Count the groups of ranks that read data of their own. Raises ConfigError when ranks are left over."""
     if world_size % shared_by:
         raise ConfigError(
-            f"{option}={shared_by}: {world_size} rank{'s' * (world_size > 1)} cannot be divided into groups of "
+            f"{option}={shared_by}: {format_count(world_size, 'rank')} cannot be divided into groups of "
             f"{shared_by}; start a multiple of {shared_by}"
         )
     return world_size // shared_by
@@ -201,10 +202,9 @@ def render(raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunValu
 
 def _readers(values: RunValues) -> str:
     """Return in words how many ranks or groups read data of their own: `2 ranks`, or `1 group of 4 ranks`."""
-    several = "s" * (values.world_size != 1)
     if values.ranks_per_group == 1:
-        return f"{values.world_size} rank{several}"
-    return f"{values.world_size} group{several} of {values.ranks_per_group} ranks"
+        return format_count(values.world_size, "rank")
+    return f"{format_count(values.world_size, 'group')} of {values.ranks_per_group} ranks"
 
 
 def gradient_accumulation(values: RunValues) -> int | None:

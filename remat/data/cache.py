@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from remat.config import paths
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
 from remat.config.redact import redact_text
+from remat.config.units import format_count
 from remat.config.validation import of_source
 from remat.data.blocks import Blocks
 from remat.data.build import NoRoom, Plan, make_plan, write_blocks
@@ -224,7 +225,7 @@ def summary(report: dict[str, Any]) -> str:
     by_blocks = report["held_out_by"] == "blocks" and report["format"] == DataFormat.plain
     parts = [
         "of the first window and what is held out:" * report.get("streamed", False),
-        f"{documents} document{'s' * (documents != 1)}" * (not synthetic),
+        format_count(documents, "document") * (not synthetic),
         f"{total['rows_more']} rows more, because the chat template rewrites earlier turns: each turn that it rewrites "
         "is trained in a row of its own (data.rewritten_turns=each)" * bool(total["rows_more"]),
         f"{total['turns_left_out']} turns not trained, which the chat template rewrites (data.rewritten_turns=last)"
@@ -233,7 +234,7 @@ def summary(report: dict[str, Any]) -> str:
         f"{total['long_documents']} left out as longer than train.seq_len" * bool(total["long_documents"]),
         f"{dropped} dropped (no trained token left)" * bool(dropped),
         f"{empty} empty" * bool(empty),
-        f"{bad} bad row{'s' * (bad != 1)} skipped, listed in {report['folder']}/report.json" * bool(bad),
+        f"{format_count(bad, 'bad row')} skipped, listed in {report['folder']}/report.json" * bool(bad),
         "too few to hold out whole ones, so single blocks are" * by_blocks,
     ]
     return ", ".join(part for part in parts if part)

@@ -20,7 +20,7 @@ import numpy as np
 from remat.config import paths
 from remat.config.data_fields import REQUIRED
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, FileType
-from remat.config.units import MIB
+from remat.config.units import MIB, format_count
 from remat.data.files import (
     ONE,
     ROWS,
@@ -206,7 +206,7 @@ def _texts(cfg: DataConfig, files: list[SourceFile], named: Any, hashes: Hashes)
     def part(file: SourceFile, bad_rows: BadRowLog) -> Iterator[Document]:
         return _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
 
-    count = f"{len(files)} text file{'s' * (len(files) != 1)}"
+    count = format_count(len(files), "text file")
     return Corpus(
         [partial(_joined_texts, cfg, name, inside) for name, inside in together.items()]
         or [partial(part, file) for file in files],
@@ -255,7 +255,7 @@ def _rows(cfg: DataConfig, files: list[SourceFile], path: Any, option: str, hash
     types = ", ".join(
         dict.fromkeys(" in ".join(filter(None, (file.kind.file_type, file.kind.compression))) for file in files)
     )
-    count = f"{len(files)} {types} file{'s' * (len(files) != 1)}"
+    count = format_count(len(files), f"{types} file")
     return Corpus(
         [_SortedFiles(cfg, all_rows).read] if cfg.join_files else [partial(part, file) for file in files],
         lambda: hashes.of(files, str(path)),

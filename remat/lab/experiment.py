@@ -15,6 +15,7 @@ import yaml
 from remat.config import command_line, compose
 from remat.config.command_line import read_values, split_points
 from remat.config.options import ConfigError
+from remat.config.units import format_count
 
 FOLDER = compose.CONF_DIR / "lab"
 MOST_POINTS = 64
@@ -109,7 +110,7 @@ class Experiment:
     @property
     def where(self) -> str:
         """Return for example `2 ranks on cpu`."""
-        return f"{self.ranks} rank{'s' * (self.ranks != 1)} on {self.device}"
+        return f"{format_count(self.ranks, 'rank')} on {self.device}"
 
 
 def names(folders: Sequence[Path] = ()) -> dict[str, Path]:

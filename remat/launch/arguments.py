@@ -96,7 +96,9 @@ class LaunchWords:
     @property
     def needs_no_runner(self) -> bool:
         """Return whether the number of ranks is known, and DeepSpeed's node launcher takes all options."""
-        if self.ranks is None or os.environ.get("CUDA_VISIBLE_DEVICES"):  # the runner says that it ignores these
+        if self.ranks is None or os.environ.get(
+            "CUDA_VISIBLE_DEVICES"
+        ):  # the runner says that it ignores these
             return False
         return {word for word in self.runner if word.startswith("-")} <= OF_NODE_LAUNCHER
 

@@ -3,9 +3,10 @@
     remat launch -> deepspeed runner -> node launcher -> rank keeper -> rank        (one keeper and rank per GPU)
 
 On one node with --num_gpus N there is no runner. The launchers start ranks as usual, but with stop signals blocked,
-because DeepSpeed answers them by killing the ranks. Each keeper (remat/launch/rank_keeper.py) reports its rank's process id and exit code over a socket.
-So signals reach every rank at once, exit codes are the ranks' own, no rank is left behind when a launcher or this
-process is killed, and no rank is cut off in a save because another rank ended earlier.
+because DeepSpeed answers them by killing the ranks. Each keeper (remat/launch/rank_keeper.py) reports its rank's
+process id and exit code over a socket. So signals reach every rank at once, exit codes are the ranks' own, no rank is
+left behind when a launcher or this process is killed, and no rank is cut off in a save because another rank ended
+earlier.
 
 On SIGTERM, SIGINT or SIGUSR1 a rank saves and exits with code 75. It may get such a signal twice.
 """
@@ -29,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from remat.config.options import ConfigError
-from remat.config.units import GIB
+from remat.config.units import GIB, format_count
 from remat.launch import arguments, left_behind, processes, rank_keeper, retreat, signals
 from remat.launch.arguments import LaunchWords
 from remat.launch.signals import as_exit_code
@@ -41,10 +42,6 @@ NEARLY_ALL = 0.9  # of host memory
 
 def say(text: str) -> None:
     print(f"remat launch: {text}", file=sys.stderr, flush=True)
-
-
-def ranks_in_words(count: int) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def short(path: Path) -> str:
@@ -61,9 +58,7 @@ def killed(rank: int, *, peak_bytes: int, together_bytes: int, limit_bytes: int,
     if oom_kills is None:
         counted = "the control group does not tell whether the kernel did it"
     else:
-        counted = (
-            f"the control group counts {oom_kills} out-of-memory kill{'s' * (oom_kills != 1)} since launch"
-        )
+        counted = f"the control group counts {format_count(oom_kills, 'out-of-memory kill')} since launch"
     return (
         f"rank {rank} was killed (SIGKILL). Host out of memory? Its peak RSS was {own} of {limit_bytes / GIB:.1f} GiB, "
         f"{together_bytes / GIB:.1f} GiB with the other ranks of this node; {counted}"
@@ -267,7 +262,7 @@ class _Supervisor:
             self.kill_at = min(self.kill_at, now + self.words.grace_s)
             running = self._send(signum)
             again = f"; again to end at once, by force after {self.words.grace_s:g} s"
-            say(f"{name} sent to {ranks_in_words(running)}: they may save and stop{again}")
+            say(f"{name} sent to {format_count(running, 'rank')}: they may save and stop{again}")
         elif signum != signal.SIGUSR1 and now - self.stop[1] > signals.SAME_STOP_S:
             say(f"{name} again: ending at once")
             self._kill()
@@ -347,7 +342,7 @@ class _Supervisor:
         """Kill every rank now, without waiting for its keeper's report."""
         killed = self._send(signal.SIGKILL, to_end=True)
         if killed and time.monotonic() >= self.kill_at:
-            say(f"{ranks_in_words(killed)} did not end in time: killed")
+            say(f"{format_count(killed, 'rank')} did not end in time: killed")
         self.forced = True
 
     def _end(self) -> int:

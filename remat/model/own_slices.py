@@ -250,7 +250,8 @@ def _read_header(file: Path, cfg: ModelConfig) -> dict[str, _Stored]:
     if unknown := next((name for name, stored in header.items() if stored.dtype not in DTYPES), None):
         raise NotSliced(f"{unknown} is stored as {header[unknown].dtype}")
     return {
-        name: _Stored(file, DTYPES[stored.dtype], stored.shape, stored.offset) for name, stored in header.items()
+        name: _Stored(file, DTYPES[stored.dtype], stored.shape, stored.offset)
+        for name, stored in header.items()
     }
 
 

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from remat.config import ds_config
 from remat.config.options import ConfigError, LossKind, ModelConfig
+from remat.config.units import format_count
 from remat.machine.distributed import World
 from remat.model import loss, small_copy
 from remat.model.layers import find_stacks
@@ -440,7 +441,7 @@ def _model(size: int, skeleton: Any) -> list[str]:
         return [f"{OPTION}={size}: {name} has more than one stack of layers; use {OPTION}=1"]
     count = len(stacks.treated[0].layers)
     if count < size:
-        return [f"{OPTION}={size}: {name} has {count} layer{'s' * (count > 1)}; give at most {count}"]
+        return [f"{OPTION}={size}: {name} has {format_count(count, 'layer')}; give at most {count}"]
     if len(skeleton.get_submodule(stacks.treated[0].name)) != count:
         return [f"{OPTION}={size}: {name} lists layers of several kinds together; use {OPTION}=1"]
     ties = tied_names(skeleton)

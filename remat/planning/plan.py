@@ -31,7 +31,7 @@ from remat.config.options import (
     OptimStates,
     RunConfig,
 )
-from remat.config.units import GIB, format_size
+from remat.config.units import GIB, format_count, format_size
 from remat.machine import gpus
 from remat.machine.gpus import outside_torch_bytes
 from remat.model import hf_model, layers, loss, meta_kernels, optimizer_state
@@ -807,7 +807,7 @@ def _assumptions(
     found = list(simulation.assumptions)
     if not on_gpu:
         found.append("there is no GPU: what would be on it is host memory")
-    found.append(f"{num_nodes} node{'s' * (num_nodes != 1)} of {per_node} rank{'s' * (per_node != 1)}")
+    found.append(f"{format_count(num_nodes, 'node')} of {format_count(per_node, 'rank')}")
     if cfg.optim.states is not OptimStates.fp32:
         found.append(
             f"optim.states={cfg.optim.states}: a step of AdamW on the host takes as long as one of fp32 states, whose "

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from remat.activation_checkpointing.mechanisms.mechanism import LayerDecision
+from remat.config.units import format_count
 from remat.planning.budget import Plan, Trial
 
 AUTO = "checkpointing.tiles=auto"
@@ -43,5 +44,5 @@ def choose(decisions: Sequence[LayerDecision], plan: Plan) -> tuple[Trial, str]:
         if more.needed_bytes > LOWER * best.needed_bytes:
             break
         count, best = 2 * count, more
-    slices = f"{count} slice{'s' * (count > 1)}"
+    slices = format_count(count, "slice")
     return best, f"{AUTO} took {slices}: twice as many would lower the memory needed by less than 1 %"

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from remat.activation_checkpointing import policy
 from remat.config.options import OptimStates, RunConfig
-from remat.config.units import GIB, format_size
+from remat.config.units import GIB, format_count, format_size
 from remat.planning import tiling
 from remat.planning.loading import Loading
 from remat.planning.plan import (
@@ -51,7 +51,7 @@ def show(
     """
     plan, cfg = planned.plan, planned.cfg
     machine = f"{cfg.hardware.num_nodes} x " if cfg.hardware.num_nodes > 1 else ""
-    ranks = f"{planned.world_size} rank{'s' * (planned.world_size != 1)}"
+    ranks = format_count(planned.world_size, "rank")
     console.print(
         f"{plan.verdict}: {title or cfg.name} on {machine}{cfg.hardware.name}, {ranks}, "
         f"trained by {planned.strategy.optimizer}"

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from remat.config.options import ConfigError
-from remat.config.units import GIB
+from remat.config.units import GIB, format_count
 from remat.planning.plan import GPU_MEMORY, HOST_MEMORY, Planned, needed_bytes
 from remat.planning.simulation.peaks import Instant
 from remat.planning.simulation.simulate import Recording
@@ -99,7 +99,7 @@ def draw_plan(planned: Planned, recording: Recording, path: Path) -> None:
         panels = figure.subplots(len(heights), 1, height_ratios=heights)
         figure.suptitle(
             f"{planned.cfg.name} on {planned.cfg.hardware.name}, "
-            f"{planned.world_size} rank{'s' * (planned.world_size != 1)}: planned, not measured",
+            f"{format_count(planned.world_size, 'rank')}: planned, not measured",
             x=0.01,
             ha="left",
             fontsize=12,

@@ -12,6 +12,7 @@ import psutil
 from remat.activation_checkpointing import policy
 from remat.config import ds_config
 from remat.config.options import OptimStates, PeftMethod, RunConfig
+from remat.config.units import format_count
 from remat.data import cache
 from remat.data.cache import Splits
 from remat.machine.distributed import World
@@ -124,7 +125,7 @@ def _data(run: Described) -> str:
 def _warmup(warmup_steps: int, run_steps: int) -> str:
     if not warmup_steps:
         return ""
-    text = f" after {warmup_steps} step{'s' * (warmup_steps != 1)} of warm-up"
+    text = f" after {format_count(warmup_steps, 'step')} of warm-up"
     return text + "; the run ends before it reaches optim.lr" * (warmup_steps >= run_steps)
 
 

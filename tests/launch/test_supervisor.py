@@ -130,7 +130,12 @@ def test_the_node_launcher_is_started_as_the_runner_would(
 
 @pytest.mark.parametrize(
     ("options", "devices"),
-    [([], ""), (["--num_gpus", "2", "--no_ssh_check"], ""), (["--num_gpus", "2"], "2,3"), (["-i", "localhost:1"], "")],
+    [
+        ([], ""),
+        (["--num_gpus", "2", "--no_ssh_check"], ""),
+        (["--num_gpus", "2"], "2,3"),
+        (["-i", "localhost:1"], ""),
+    ],
 )
 def test_what_the_node_launcher_does_not_know_is_left_to_the_runner(
     options: list[str], devices: str, monkeypatch: pytest.MonkeyPatch
