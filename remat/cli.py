@@ -17,6 +17,7 @@ from remat.config import command_line
 from remat.config.command_line import check_picture, split_points, without_policy
 from remat.config.options import ConfigError, RunConfig, StrategyChoice
 from remat.config.redact import redact_text
+from remat.launch import exit_codes
 from remat.machine.start_up import share_cores, without_garbage
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def plan_command(
     else:
         fits = _plan_one(ctx.args, as_json, plot, explain=explain, advise=advise)
     if not fits:
-        raise typer.Exit(3)
+        raise typer.Exit(exit_codes.NOT_ABLE)
 
 
 def _run_to_plan(args: list[str]) -> RunConfig:
@@ -244,7 +245,7 @@ def _settings(args: list[str], run: RunConfig, limit: int, known: Recordings) ->
     try:
         return search.choose(args, run, limit, known, _count("settings looked at"))
     except preflight.DoesNotFit as error:
-        raise typer.Exit(_tell(error, 3)) from error
+        raise typer.Exit(_tell(error, exit_codes.NOT_ABLE)) from error
 
 
 def _tell(error: Exception, code: int) -> int:
@@ -429,9 +430,9 @@ def export(
     try:
         result = write(run_dir, out, form)
     except manifest.SaveError as error:
-        raise typer.Exit(_tell(error, 70)) from error
+        raise typer.Exit(_tell(error, exit_codes.FAILED)) from error
     except merge.NoRoom as error:
-        raise typer.Exit(_tell(error, 3)) from error
+        raise typer.Exit(_tell(error, exit_codes.NOT_ABLE)) from error
     print(f"{result.path}: {result.num_params:,} parameters in {len(result.files)} file(s)")
 
 
@@ -579,7 +580,7 @@ def doctor(
     if table:
         print(f"\n{table}")
     if not all(finding.ok for finding in findings):
-        raise typer.Exit(3)
+        raise typer.Exit(exit_codes.NOT_ABLE)
 
 
 @app.command()
@@ -616,7 +617,7 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        sys.exit(_tell(error, 2))
+        sys.exit(_tell(error, exit_codes.CONFIG))
     except OSError as error:
         sys.exit(_tell(error, 1))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remat.config.redact import redact_text
-from remat.launch import signals
+from remat.launch import exit_codes, signals
 from remat.machine import allocator
 from remat.machine.start_up import hide_gpus_from_cpu_ranks, share_cores, without_garbage
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from remat.config.options import RunConfig
     from remat.training.loop import Outcome
 
-EXIT_CONFIG, EXIT_NOT_ABLE, EXIT_FAILED, EXIT_STOPPED = 2, 3, 70, 75
 SILENCE_S = 20  # longer than closing W&B may take on rank 0
 
 
@@ -30,12 +29,12 @@ def main(argv: list[str]) -> int:
     try:
         import remat.config.compose  # noqa: F401
     except ModuleNotFoundError as error:
-        return fail(EXIT_CONFIG, _lacking(error))
+        return fail(exit_codes.CONFIG, _lacking(error))
     try:
         outcome = run(argv)
     except Exception as error:
         return _failed(error)
-    return 0 if outcome.finished else EXIT_STOPPED
+    return 0 if outcome.finished else exit_codes.STOPPED
 
 
 def run(argv: list[str]) -> Outcome:
@@ -87,17 +86,17 @@ def _failed(error: Exception) -> int:
     from remat.config.options import ConfigError
 
     if isinstance(error, ConfigError):
-        return fail(EXIT_CONFIG, error)
+        return fail(exit_codes.CONFIG, error)
     from remat.machine import ops
     from remat.planning.preflight import DoesNotFit
     from remat.training import loop, out_of_memory
 
     if isinstance(error, (DoesNotFit, ops.OpError)):
-        return fail(EXIT_NOT_ABLE, error)
+        return fail(exit_codes.NOT_ABLE, error)
     if isinstance(error, loop.FAILURES):
-        return fail(EXIT_FAILED, error)
+        return fail(exit_codes.FAILED, error)
     if isinstance(error, out_of_memory.OutOfMemory):
-        return out_of_memory.tell(error, EXIT_FAILED)
+        return out_of_memory.tell(error, exit_codes.FAILED)
     raise error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import json
 import os
@@ -21,7 +20,7 @@ from remat.lab import measure
 from remat.lab.cache_key import Place
 from remat.lab.experiment import Point
 from remat.lab.measure import FAILED, FINISHED, Measured
-from remat.launch import processes
+from remat.launch import signals
 from remat.report import run_dir
 
 GRACE_S = 1.0  # ranks get no time to save: the result of a stopped launch is discarded
@@ -151,7 +150,6 @@ def _run(command: Sequence[str], logs: Path, place: Place) -> int:
     The launcher's output goes to a file. The launcher stops when this process ends.
     """
     env = dict(os.environ) | {"OMP_NUM_THREADS": str(place.hardware["threads_per_rank"])}
-    libc = ctypes.CDLL(None)
     with (logs / "launch.log").open("w") as log:
         process = subprocess.Popen(
             command,
@@ -160,7 +158,7 @@ def _run(command: Sequence[str], logs: Path, place: Place) -> int:
             stderr=subprocess.STDOUT,
             env=env,
             start_new_session=True,
-            preexec_fn=lambda: libc.prctl(processes.PR_SET_PDEATHSIG, signal.SIGTERM),
+            preexec_fn=signals.end_with_parent(signal.SIGTERM),
         )
         try:
             return process.wait()

@@ -12,6 +12,7 @@ from typing import Any
 
 from remat.config.metrics import GPU_ALLOCATED_PEAK_GIB, LOSS_EVAL, LOSS_TRAIN, STEP_S, TOKENS_PER_S, phase_s
 from remat.config.units import GIB, MIB
+from remat.launch import exit_codes
 from remat.planning.plan import CATEGORY_OF
 from remat.planning.simulation.peaks import IN_BACKWARD
 from remat.planning.simulation.types import Category, Phase
@@ -39,8 +40,6 @@ REFUSED, NOT_LAUNCHED = "refused", "not launched"
 RAN_OUT = re.compile(r"out of (?:GPU|host) memory in .+ on rank \d+")
 KILLED = re.compile(r"rank \d+ was killed \(SIGKILL\).*counts [1-9]\d* out-of-memory kill.*")
 SAYS = re.compile(r"^remat(?: \(rank \d+\))?: (.+)$", re.MULTILINE)
-EXIT_CONFIG, EXIT_NOT_ABLE, EXIT_FAILED = 2, 3, 70
-EXIT_KILLED = 137
 # ends the message of a run that is refused because its plan does not fit
 STILL = "Start anyway with force=true"
 
@@ -93,13 +92,13 @@ def ended(code: int, text: str) -> Ended:
     first = said[0] if said else f"exit code {code}, without a word of remat's own"
     if code == 0:
         return Ended(FINISHED)
-    if code == EXIT_FAILED and (ran_out := RAN_OUT.search(text)):
+    if code == exit_codes.FAILED and (ran_out := RAN_OUT.search(text)):
         return Ended(OUT_OF_MEMORY, ran_out.group())
-    if code == EXIT_KILLED and (killed := KILLED.search(text)):
+    if code == exit_codes.KILLED and (killed := KILLED.search(text)):
         return Ended(OUT_OF_MEMORY, killed.group())
-    if code == EXIT_CONFIG:
+    if code == exit_codes.CONFIG:
         return Ended(REFUSED, first)
-    if code == EXIT_NOT_ABLE and STILL in text:
+    if code == exit_codes.NOT_ABLE and STILL in text:
         return Ended(DOES_NOT_FIT, _refusal(text))
     return Ended(FAILED, f"exit code {code}: {first}" if said else first)
 

@@ -11,7 +11,6 @@ each node ends its own processes, and the first failure is reported as the cause
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from remat.config.options import ConfigError
-from remat.launch import processes, signals
+from remat.launch import exit_codes, processes, signals
 from remat.launch.arguments import RUNNER_VALUES, LaunchWords
 from remat.launch.supervisor import NEVER, say, short
 
@@ -42,7 +41,6 @@ NO_ANSWER = {"ServerAliveInterval": 5, "ServerAliveCountMax": 4, "ConnectTimeout
 SSH_FAILED = 255
 OTHERS_S = 60.0  # time for the other nodes to end by themselves after one has failed
 KILLED_S = 15.0  # time for nodes to end all their processes after KILL
-NOT_ABLE, FAILED, STOPPED = 3, 70, 75
 OF_THE_HEAD = ("-H", "--hostfile", "--master_addr", "--master_port", "--ssh_port", "--num_nodes")
 
 
@@ -159,10 +157,9 @@ class _Head:
         how = [word for name, value in NO_ANSWER.items() for word in ("-o", f"{name}={value}")]
         how += ["-p", self.options["--ssh_port"]] if "--ssh_port" in self.options else []
         command = ["ssh", "-o", "BatchMode=yes", *how, host, f"cd {shlex.quote(str(Path.cwd()))} && {agent}"]
-        libc = ctypes.CDLL(None)
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            preexec_fn=lambda: libc.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=signals.end_with_parent(signal.SIGKILL),
         )  # fmt: skip
         node = _Node(number, host, process)
         for stream, shown in ((process.stdout, 1), (process.stderr, 2)):
@@ -235,7 +232,7 @@ class _Head:
         now = time.monotonic()
         for node in self.nodes:
             if node.code is None and node.open == 0 and (code := node.process.poll()) is not None:
-                node.code = signals.as_exit_code(code)
+                node.code = exit_codes.of_process(code)
                 self._node_ended(node)
         if now > self.kill_at:
             self.kill_at = NEVER
@@ -251,15 +248,21 @@ class _Head:
             self.leave_at = NEVER
 
     def _node_ended(self, node: _Node) -> None:
-        if node.code in (0, STOPPED):
+        if node.code in (0, exit_codes.STOPPED):
             self.kill_at = min(self.kill_at, time.monotonic() + self.words.grace_s)  # others may still save
         elif node.code != SSH_FAILED:
-            self._failed(node, f"remat launch ended there with exit code {node.code}", node.code or FAILED)
+            self._failed(
+                node, f"remat launch ended there with exit code {node.code}", node.code or exit_codes.FAILED
+            )
         elif node.began:
-            self._failed(node, "no answer, or its remat launch was killed (ssh ended with 255)", FAILED)
+            self._failed(
+                node, "no answer, or its remat launch was killed (ssh ended with 255)", exit_codes.FAILED
+            )
         else:
             remedy = "`ssh NAME true` must work without a password for every name of the hostfile"
-            self._failed(node, f"ssh could not start a launch there (exit code 255): {remedy}", NOT_ABLE)
+            self._failed(
+                node, f"ssh could not start a launch there (exit code 255): {remedy}", exit_codes.NOT_ABLE
+            )
             self._kill()
 
     def _kill(self) -> None:
@@ -271,8 +274,10 @@ class _Head:
         signals.ignore(signals.OF_A_LAUNCH)
         codes = [node.code for node in self.nodes]
         if self.cause is None:
-            forced = next((code for code in codes if code not in (0, STOPPED)), None)
-            code = forced or (STOPPED if STOPPED in codes or (self.stopped and any(codes)) else 0)
+            forced = next((code for code in codes if code not in (0, exit_codes.STOPPED)), None)
+            code = forced or (
+                exit_codes.STOPPED if exit_codes.STOPPED in codes or (self.stopped and any(codes)) else 0
+            )
         else:
             code = self.cause.code
             say(f"first cause, on {self.cause.host}: {self.cause.text}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 PORTS = range(20000, 32768)  # below the ports that Linux gives to connections, 32768 and above
 LAST_S = 5.0  # between SIGTERM and SIGKILL for processes that are left over
 

@@ -9,7 +9,6 @@ because DeepSpeed's launcher kills the other ranks once one has exited. Standard
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -27,11 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from remat.launch import signals
+from remat.launch import exit_codes, signals
 
 SOCKET, LOG_DIR = "REMAT_KEEPER_SOCKET", "REMAT_KEEPER_LOG_DIR"
 CONTROL = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\^_])")
-PR_SET_PDEATHSIG = 1
 EXIT_NOT_STARTED = 127
 
 
@@ -65,12 +63,7 @@ def command(argv: list[str]) -> list[str]:
 
 def _start(argv: list[str], streams: _Streams) -> subprocess.Popen:
     """Start the rank. It is killed when this process ends, and receives the signals that the launchers block."""
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.OF_A_LAUNCH)
-
+    prepare = signals.end_with_parent(signal.SIGKILL, blocked=())
     return subprocess.Popen(command(argv), stdout=streams.stdout, stderr=streams.stderr, preexec_fn=prepare)
 
 
@@ -112,7 +105,7 @@ def _leave(link: socket.socket, code: int, peak_rss_bytes: int) -> int:
         _tell(link, code=code, at=time.monotonic(), peak_rss_bytes=peak_rss_bytes)
         while (text := link.recv(4096)) and b"leave" not in text:
             pass
-    return signals.as_exit_code(code)
+    return exit_codes.of_process(code)
 
 
 def _tell(link: socket.socket, **fields: float) -> None:

@@ -6,6 +6,7 @@ only, so that the handlers are in place before any slow import.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 OF_A_LAUNCH = (*SIGNALS, signal.SIGHUP)  # with that of a closed terminal
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 SAME_STOP_S = 1.0  # two signals within this time are one request: some senders signal process and group
 
 _noted: list[tuple[int, float]] = []  # (signal, time.monotonic()) since the launch, or since `forget`
@@ -47,9 +49,20 @@ def wake_on(signums: Iterable[int]) -> int:
     return woken
 
 
-def as_exit_code(code: int) -> int:
-    """Return the exit code of a process as a shell has it: 128 + N where signal N ended it, which `code` has as -N."""
-    return code if code >= 0 else 128 - code
+def end_with_parent(signum: int, *, blocked: Iterable[int] | None = None) -> Callable[[], None]:
+    """Return a function for a new process, to call before it becomes another program: `preexec_fn` of Popen.
+
+    The process then gets `signum` when its parent ends, and has the signals `blocked`, and no others, blocked.
+    None: those that its parent has.
+    """
+    libc = ctypes.CDLL(None)  # loaded before the fork
+
+    def prepare() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signum)
+        if blocked is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    return prepare
 
 
 def catch() -> None:

@@ -14,7 +14,6 @@ On SIGTERM, SIGINT or SIGUSR1 a rank saves and exits with code 75. It may get su
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import selectors
@@ -31,9 +30,8 @@ from pathlib import Path
 
 from remat.config.options import ConfigError
 from remat.config.units import GIB, format_count
-from remat.launch import arguments, left_behind, processes, rank_keeper, retreat, signals
+from remat.launch import arguments, exit_codes, left_behind, processes, rank_keeper, retreat, signals
 from remat.launch.arguments import LaunchWords
-from remat.launch.signals import as_exit_code
 from remat.machine.host_memory import host_memory, oom_kills
 
 TAIL_LINES = 30
@@ -78,8 +76,6 @@ def show_tail(rank: int, log: Path) -> None:
         print("\n".join(f"  {line}" for line in lines), file=sys.stderr, flush=True)
 
 
-EXIT_STOPPED = 75
-EXIT_KILLED = 128 + signal.SIGKILL
 PEERS_S = 10.0  # time for ranks to end by themselves after another has failed
 LAUNCHER_GONE_S = 30.0  # time for ranks to save and end after a launcher was killed
 LEAVING_S = 15.0  # time for DeepSpeed's launchers to exit after all ranks have ended
@@ -100,7 +96,7 @@ def launch(words: LaunchWords, tell: Tell | None = None) -> int:
         retreat.forget(file)
         told = {retreat.FILE: str(file), retreat.NUMBER: str(number)} if words.on_one_node else {}
         ended = _launch_once(words, told, tell)
-        if ended.was_stopped or ended.code in (0, EXIT_STOPPED):
+        if ended.was_stopped or ended.code in (0, exit_codes.STOPPED):
             return ended.code
         with signals.noting():
             asked = retreat.take(file)
@@ -110,7 +106,7 @@ def launch(words: LaunchWords, tell: Tell | None = None) -> int:
             return ended.code
         if stop := signals.noted():
             say(f"stopped by {signal.Signals(stop).name} before it was started again")
-            return as_exit_code(-stop)
+            return exit_codes.of_process(-stop)
         signal.signal(signal.SIGHUP, hangup)  # ignored at the end of a launch
         number += 1
         say(f"starting the run again with less memory, {' '.join(asked.overrides)}: {asked.why}")
@@ -231,13 +227,9 @@ class _Supervisor:
             asked.append("--module")
             rank = ["remat.launch.rank_keeper", words.kind, *rank]
             env |= {rank_keeper.SOCKET: str(self.socket_path), rank_keeper.LOG_DIR: str(words.log_dir)}
-        libc = ctypes.CDLL(None)
-
-        def prepare() -> None:
-            libc.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
-            if not words.over_ssh:
-                signal.pthread_sigmask(signal.SIG_BLOCK, signals.OF_A_LAUNCH)
-
+        prepare = signals.end_with_parent(
+            signal.SIGKILL, blocked=None if words.over_ssh else signals.OF_A_LAUNCH
+        )
         command = [sys.executable, "-m", *arguments.launcher(words, asked), *rank]
         return subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=prepare)
 
@@ -298,7 +290,7 @@ class _Supervisor:
         """End the ranks that are left after a rank failed, after a launcher was killed, or when time is over."""
         now = time.monotonic()
         ended = [r for r in self.ranks if r.code not in (None, 0)]
-        failed = [r for r in ended if r.code != EXIT_STOPPED and not r.ended_by_us]
+        failed = [r for r in ended if r.code != exit_codes.STOPPED and not r.ended_by_us]
         if failed and self.failed_first is None:
             self.failed_first = min(failed, key=lambda rank: rank.at)
             self._report_failure(self.failed_first)
@@ -370,20 +362,20 @@ class _Supervisor:
 
     def _code(self) -> int:
         if self.failed_first is not None:
-            return as_exit_code(self.failed_first.code or 0)
+            return exit_codes.of_process(self.failed_first.code or 0)
         if self.launcher_gone:
-            return EXIT_KILLED
+            return exit_codes.KILLED
         codes = [r.code for r in self.ranks]
         if self.forced and self.stop:
-            return as_exit_code(-self.stop[0]) if self._all_started() else EXIT_STOPPED
+            return exit_codes.of_process(-self.stop[0]) if self._all_started() else exit_codes.STOPPED
         if self.forced:
-            return EXIT_KILLED
+            return exit_codes.KILLED
         if codes:
-            return EXIT_STOPPED if EXIT_STOPPED in codes else 0
+            return exit_codes.STOPPED if exit_codes.STOPPED in codes else 0
         if self.launcher_code == 0 and not self.words.asks_help and not self.words.over_ssh:
             say("DeepSpeed's launcher left before it started a rank")
             return 1
-        return as_exit_code(self.launcher_code or 0)
+        return exit_codes.of_process(self.launcher_code or 0)
 
     def _report_failure(self, rank: _Rank) -> None:
         code = rank.code or 0
@@ -391,7 +383,7 @@ class _Supervisor:
         text = self._why_killed(rank) if code == -signal.SIGKILL else f"rank {rank.rank} {how}"
         say(text)
         if self.tell:
-            self.tell(failed=text, code=as_exit_code(code))
+            self.tell(failed=text, code=exit_codes.of_process(code))
 
     def _why_killed(self, rank: _Rank) -> str:
         together = rank.peak_rss_bytes + sum(processes.peak_rss_bytes(r.pid) for r in self.ranks if r.runs)

@@ -20,14 +20,13 @@ from typing import Any
 from remat.config import paths
 from remat.config.options import ConfigError
 from remat.config.redact import redact
-from remat.launch import retreat
+from remat.launch import exit_codes, retreat
 from remat.machine import distributed
 from remat.machine.allocator import VARIABLES
 from remat.machine.owner_lock import STALE_S, Holder, OwnerLock, holder_of
 from remat.report.tracking import read_rows
 
 OWNER = "owner.json"  # in the run directory, while a launch owns it
-EXIT_FAILED = 70
 
 
 class Ownership:
@@ -92,7 +91,7 @@ def _end(folder: Path, holder: Holder) -> None:
         "is suspended, and was taken for dead. It ends, without saving"
     )
     os.write(2, f"\nremat: {text}\n\n".encode())
-    os._exit(EXIT_FAILED)
+    os._exit(exit_codes.FAILED)
 
 
 def open_run_dir(

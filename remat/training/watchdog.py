@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from remat.config.options import DeadlinesConfig
+from remat.launch import exit_codes
 from remat.launch.node_link import NodeLink
 from remat.machine import distributed, peers
 
-EXIT_FAILED = 70
 FOLDER = "hang"  # in the run directory
 POLL_S = 1.0
 LISTEN_S = 2.0  # between two reads of the store, which take 20 microseconds each
@@ -207,7 +207,7 @@ class Watchdog(threading.Thread):
             "on from the newest"
         )
         self._let_go()
-        os._exit(EXIT_FAILED)
+        os._exit(exit_codes.FAILED)
 
     def _look_at_others(self, found: peers.Peers) -> None:
         now, seen = time.monotonic(), {}
@@ -277,7 +277,7 @@ class Watchdog(threading.Thread):
         else:
             time.sleep(FIRST_SPEAKS_S)
         self._let_go()
-        os._exit(EXIT_FAILED)  # the main thread cannot be reached
+        os._exit(exit_codes.FAILED)  # the main thread cannot be reached
 
     def _write(self, mine: dict[str, Any]) -> None:
         if self._folder is None:
@@ -396,7 +396,7 @@ def _leave_alone(mine: dict[str, Any]) -> None:
     """Print this rank's own report and end, when the reports cannot be written or read."""
     text = f"no progress in {_place(mine)} of rank {mine['rank']}, nor of its report: {mine['where']}"
     os.write(2, f"\nremat: {text}\n".encode())
-    os._exit(EXIT_FAILED)
+    os._exit(exit_codes.FAILED)
 
 
 def _option(report: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ with the process that made it, and takes all its processes along.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -21,12 +20,12 @@ from pathlib import Path
 
 import psutil
 
+from remat.launch import signals
 from tests.support import fork_server
 from tests.support.launcher import ROOT, environment
 
 NAMES = ("node1", "node2")
 SPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
-PR_SET_PDEATHSIG = 1
 DEADLINE_S = 240.0
 INSIDE = """
 hostname "$NAME"; mount -t tmpfs -o size=512m shm /dev/shm
@@ -117,7 +116,7 @@ class Nodes:
                 ["unshare", *SPACES, "--fork", "--kill-child", "--mount-proc", "bash", "-ec", INSIDE],
                 env=os.environ | told,
                 start_new_session=True,
-                preexec_fn=lambda: ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+                preexec_fn=signals.end_with_parent(signal.SIGKILL),
             )
         )
 
