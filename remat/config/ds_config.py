@@ -200,11 +200,11 @@ def render(raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunValu
     return {key: ds[key] for key in sorted(ds, key=_reading_order)}
 
 
-def _readers(values: RunValues) -> str:
+def _readers(ranks: int, ranks_per_group: int) -> str:
     """Return in words how many ranks or groups read data of their own: `2 ranks`, or `1 group of 4 ranks`."""
-    if values.ranks_per_group == 1:
-        return format_count(values.world_size, "rank")
-    return f"{format_count(values.world_size, 'group')} of {values.ranks_per_group} ranks"
+    if ranks_per_group == 1:
+        return format_count(ranks, "rank")
+    return f"{format_count(ranks, 'group')} of {ranks_per_group} ranks"
 
 
 def gradient_accumulation(values: RunValues) -> int | None:
@@ -224,9 +224,10 @@ def gradient_accumulation(values: RunValues) -> int | None:
         valid = [n for n in range(1, batch // ranks + 1) if (batch // ranks) % n == 0]
         near = [*[n for n in valid if n < micro][-1:], *[n for n in valid if n > micro][:1]]
         remedy += f", or train.micro_batch_size={' or '.join(map(str, near))}"
+    readers = _readers(ranks, values.ranks_per_group)
     raise ConfigError(
-        f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro} x {_readers(values)} "
-        f"= {step}: {remedy}"
+        f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro} x {readers} = {step}: "
+        f"{remedy}"
     )
 
 
