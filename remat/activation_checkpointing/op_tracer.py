@@ -187,7 +187,7 @@ class OpTracer(operators.Mode):
             self._track_mlp(run, key, storage.nbytes())
         self.live_bytes += storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._free, key).atexit = False
+        weakref.finalize(storage, _free, weakref.ref(self), key).atexit = False
 
     def _track_mlp(self, run: int, key: int, nbytes: int) -> None:
         if run != self._mlp_run:
@@ -327,6 +327,12 @@ class Calls:
         if key and key not in self._seen:
             self._seen[key] = StorageWeakRef(tensor.untyped_storage())
         return key
+
+
+def _free(tracer: weakref.ref[OpTracer], key: int) -> None:
+    """Note the end of a storage, which may outlive the tracer: a reference to it would keep the model."""
+    if (living := tracer()) is not None:
+        living._free(key)
 
 
 def tensors_in(tree: Any, depth: int = DEEPEST) -> Iterator[torch.Tensor]:

@@ -10,6 +10,7 @@ GPUs are hidden from the ranks unless a test asks for them: what is held on a CP
 from __future__ import annotations
 
 import gc
+import inspect
 import multiprocessing
 import os
 import traceback
@@ -115,15 +116,28 @@ def serve(pipe: Connection, rank: int, size: int, port: int, gpus: bool = False)
             pipe.send((None, function(**kwargs)))
         except BaseException:
             pipe.send((traceback.format_exc(), None))
+        let_engines_go()
         functional.linear = linear  # ZeRO-3 puts its own there for good: later cases would save other tensors
         gc.collect()
         gc.freeze()  # DeepSpeed keeps much of each engine, and looks for garbage whenever it builds the next
 
 
+def let_engines_go() -> None:
+    """Clear what DeepSpeed keeps of every ZeRO-3 engine of a process: its model on a stack, its gathers in a cache."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    parameter_offload.FWD_MODULE_STACK.clear()
+    released = (
+        parameter_offload.PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    )
+    inspect.getclosurevars(released).nonlocals["func"].cache_clear()
+
+
 def leave_groups() -> None:
     """Destroy all process groups but that of all ranks. Collective.
 
-    Threads of gloo wake a hundred times a second for each group: those of fifty runs took a core.
+    Threads of gloo wake a hundred times a second for each group, also of one that an engine still holds: those of fifty
+    runs took a core, those of two hundred both.
     """
     import deepspeed
     import torch.distributed as dist
