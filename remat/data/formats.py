@@ -116,6 +116,8 @@ def what_is_read(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
         found["alpaca_prompt"] = str(
             AlpacaPrompt.template if _by_template(cfg, tokenizer) else AlpacaPrompt.stanford
         )
+    if cfg.format == DataFormat.sharegpt:
+        found["system"] = "also beside conversations in text"  # blocks made before had lost it
     roles = cfg.trained_roles()
     if roles != ["assistant"]:
         found["train_on_roles"] = "all" if roles is None else sorted(roles)

@@ -491,7 +491,7 @@ def find_format(cfg: DataConfig, path: Any, option: str) -> DataFormat:
         )
     except Exception:  # without a network only a downloaded dataset can be read, and it cannot be streamed
         return open_corpus(cfg, path, option).data_format
-    first = [(f"{name}[{split}]:{number}", row) for number, row in enumerate(rows, 1)]
+    first = [(f"{_where(name, subset, split)}:{number}", row) for number, row in enumerate(rows, 1)]
     return recognise_format(first, cfg, option, path).data_format
 
 
@@ -504,6 +504,10 @@ def _hub_name(cfg: DataConfig, path: Any, option: str) -> tuple[str, str, str]:
     name, _, split = str(path).partition("@")
     name, _, subset = name.partition(":")
     return name, subset, split or cfg.split
+
+
+def _where(name: str, subset: str, split: str) -> str:
+    return f"{name}{subset and f':{subset}'}[{split}]"
 
 
 def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
@@ -524,7 +528,7 @@ def _hub(cfg: DataConfig, path: Any, option: str, hashes: Hashes) -> Corpus:
         ) from error
     if not cfg.streaming and not len(table):
         raise ConfigError(f"{option}={path} is empty: choose another split or subset")
-    where = f"{name}{subset and f':{subset}'}[{split}]"
+    where = _where(name, subset, split)
     first = [(f"{where}:{number}", row) for number, row in enumerate(islice(table, FIRST_ROWS), 1)]
     found = recognise_format(first, cfg, option, path)
     cfg = replace(cfg, format=found.data_format)

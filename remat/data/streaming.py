@@ -52,12 +52,21 @@ class Place:
     lost: dict[str, int] = field(default_factory=dict)
 
 
-class _Reading(NamedTuple):
-    """Documents from `place` on, and the log of unusable rows among them."""
+class _Read(NamedTuple):
+    """A document, its place, and how many unusable rows were read before it."""
 
     place: Place
-    documents: Iterator[tuple[Place, Document]]
+    document: Document
+    bad_rows: int = 0
+
+
+class _Reading(NamedTuple):
+    """Documents from `place` on, and the log of unusable rows among them; windows before have counted `counted`."""
+
+    place: Place
+    documents: Iterator[_Read]
     bad_rows: BadRowLog
+    counted: int
 
 
 class Window(NamedTuple):
@@ -84,13 +93,13 @@ class Stream:
         """Return the first documents as blocks, at most `rows` and about `tokens` (0: no limit). Moves `first`."""
         writer, bad_rows, count = self._writer(), BadRowLog(self.cfg.on_bad_row), 0
         after = None
-        for place, document in self._documents(self.first, bad_rows):
-            if place.epoch:
+        for read in self._documents(self.first, bad_rows):
+            if read.place.epoch:
                 break
             if count == rows or (tokens and writer.added >= tokens):
-                after = place
+                after = read.place
                 break
-            self._add_batch(writer, [(Place(), replace(document, ends=True))], [], bad_rows)
+            self._add_batch(writer, [_Read(Place(), replace(read.document, ends=True))], [], bad_rows)
             count += 1
         if after is None:
             raise ConfigError(
@@ -107,47 +116,47 @@ class Stream:
             if tokens and writer.added >= tokens:
                 break
             if document.content:
-                self._add_batch(writer, [(Place(), document)], [], bad_rows)
+                self._add_batch(writer, [_Read(Place(), document)], [], bad_rows)
         bad_rows.check()
         return self._apart(writer.in_memory()), writer.counts
 
     def window(self, place: Place) -> Window:
         """Return the window that begins at `place`. Raises ConfigError for data that cannot be used."""
         writer, least = self._writer(), max(WINDOW_TOKENS, WINDOW_BLOCKS * self._seq_len)
-        _, documents, bad_rows = self._going_on(place)
-        known_bad = bad_rows.count
-        begun: list[tuple[Place, Document, int]] = []  # for plain text: each document, and the tokens before it
-        batch: list[tuple[Place, Document]] = []
+        _, documents, bad_rows, counted = self._going_on(place)
+        begun: list[tuple[_Read, int]] = []  # for plain text: each document, and the tokens before it
+        batch: list[_Read] = []
         characters = 0
-        for following, document in documents:
-            if following.epoch != place.epoch or writer.added >= least:
+        for read in documents:
+            if read.place.epoch != place.epoch or writer.added >= least:
                 break
-            batch.append((following, document))
-            characters += characters_of(document)
+            batch.append(read)
+            characters += characters_of(read.document)
             if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
                 self._add_batch(writer, batch, begun, bad_rows)
                 batch, characters = [], 0
         self._add_batch(writer, batch, begun, bad_rows)
         bad_rows.check()
-        blocks, counts, again = self._apart(writer.in_memory()), writer.counts, [(following, document)]
+        blocks, counts, again = self._apart(writer.in_memory()), writer.counts, [read]
+        following, bad = read.place, bad_rows.count
         # tokens that do not fill a block: the next window begins with them
         if counts.dropped_tokens and following.epoch == place.epoch:
             left = writer.added - counts.dropped_tokens
-            index = max(index for index, (_, _, before) in enumerate(begun) if before <= left)
-            here, _, before = begun[index]
-            following = replace(here, tokens=here.tokens + left - before)
-            again = [(following, begun[index][1]), *((p, d) for p, d, _ in begun[index + 1 :]), *again]
+            index = max(index for index, (_, before) in enumerate(begun) if before <= left)
+            here, before = begun[index]
+            following, bad = replace(here.place, tokens=here.place.tokens + left - before), here.bad_rows
+            again = [here._replace(place=following), *(each for each, _ in begun[index + 1 :]), *again]
             counts.dropped_tokens = 0
         lost = dict(place.lost)
         for name, count in {
             "rows_cut": counts.truncated_documents,
             "rows_left_out": counts.long_documents,
             "rows_dropped": counts.dropped_documents,
-            "bad_rows": bad_rows.count - known_bad,
+            "bad_rows": bad - counted,
         }.items():
             lost |= {name: lost.get(name, 0) + count} if count else {}
         following = replace(following, block=place.block + len(blocks), window=place.window + 1, lost=lost)
-        self._reading = _Reading(following, chain(again, documents), bad_rows)
+        self._reading = _Reading(following, chain(again, documents), bad_rows, bad)
         order = epoch_order(len(blocks), self.seed, place.window, self.cfg.shuffle)
         return Window(blocks, order, following, counts, writer.long_rows)
 
@@ -164,11 +173,12 @@ class Stream:
             return reading
         bad_rows = BadRowLog(self.cfg.on_bad_row)
         documents = self._documents(place, bad_rows)
-        if place.window:  # unusable rows before this document are in the counts of earlier windows
-            documents = chain([next(documents)], documents)
-        return _Reading(place, documents, bad_rows)
+        first = next(
+            documents
+        )  # unusable rows before it are in the counts of earlier windows, if there are any
+        return _Reading(place, chain([first], documents), bad_rows, first.bad_rows if place.window else 0)
 
-    def _documents(self, place: Place, bad_rows: BadRowLog) -> Iterator[tuple[Place, Document]]:
+    def _documents(self, place: Place, bad_rows: BadRowLog) -> Iterator[_Read]:
         """Yield the documents from `place` on with their places, epoch after epoch, without held-out ones."""
         epoch, begin = place.epoch, place
         while True:
@@ -178,7 +188,7 @@ class Stream:
                 for number, document in islice(enumerate(self._corpus.parts[part](bad_rows)), skipped, None):
                     if document.content:
                         found = True
-                        yield Place(epoch, part, number, tokens), document
+                        yield _Read(Place(epoch, part, number, tokens), document, bad_rows.count)
                         tokens = 0
             if not found and epoch > place.epoch:
                 raise ConfigError(f"data.path={redact(self.cfg.path)} has no row to train on: give more data")
@@ -187,19 +197,17 @@ class Stream:
     def _add_batch(
         self,
         writer: BlockWriter,
-        batch: list[tuple[Place, Document]],
-        begun: list[tuple[Place, Document, int]],
+        batch: list[_Read],
+        begun: list[tuple[_Read, int]],
         bad_rows: BadRowLog,
     ) -> None:
-        for (place, document), examples in zip(
-            batch,
-            encode([document for _, document in batch], self.cfg, self._tokenizer, bad_rows),
-            strict=True,
-        ):
+        encoded = encode([read.document for read in batch], self.cfg, self._tokenizer, bad_rows)
+        for read, examples in zip(batch, encoded, strict=True):
+            document, tokens = read.document, read.place.tokens
             if not self.cfg.has_rows:
-                begun.append((place, document, writer.added))
-            if place.tokens:  # plain text whose first tokens are in the window before
-                examples = [example._replace(ids=example.ids[place.tokens :]) for example in examples]
+                begun.append((read, writer.added))
+            if tokens:  # plain text whose first tokens are in the window before
+                examples = [example._replace(ids=example.ids[tokens:]) for example in examples]
             elif document.starts:
                 writer.begin()
             writer.add_all(examples, document.ends, document.origin)
