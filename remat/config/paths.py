@@ -294,7 +294,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         for name, entry in json.loads(header).items():
             if name != "__metadata__":
                 begin, after = entry["data_offsets"]
-                found[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
+                found[name] = StoredTensor(str(entry["dtype"]), tuple(entry["shape"]), 8 + length + begin)
                 end = max(end, 8 + length + after)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"has a damaged header ({type(error).__name__})") from error

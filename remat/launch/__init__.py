@@ -1,4 +1,4 @@
-"""`remat launch`: a supervisor in front of the `deepspeed` runner, and one keeper for each rank.
+"""`remat launch`: a supervisor in front of DeepSpeed's launchers, and one keeper for each rank.
 
 May import `config` and `machine`, and nothing heavy: no torch. Start with `supervisor.py`; `nodes.py` starts a
 supervisor on each node.

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from remat.config.options import ConfigError
-from remat.launch import arguments, nodes, signals, supervisor
-
-CONFIG_PROBLEM = 2
+from remat.launch import arguments, exit_codes, nodes, signals, supervisor
 
 
 def main() -> int:
@@ -37,9 +35,9 @@ def main() -> int:
             threading.Thread(target=_obey, args=[orders], daemon=True).start()
             return supervisor.launch(words, tell=_tell)
         except ConfigError as error:
-            _tell(failed=str(error), code=CONFIG_PROBLEM)
+            _tell(failed=str(error), code=exit_codes.CONFIG)
             supervisor.say(str(error))
-            return CONFIG_PROBLEM
+            return exit_codes.CONFIG
 
 
 def _obey(orders: FileIO) -> None:

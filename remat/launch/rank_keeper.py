@@ -63,7 +63,7 @@ def command(argv: list[str]) -> list[str]:
 
 def _start(argv: list[str], streams: _Streams) -> subprocess.Popen:
     """Start the rank. It is killed when this process ends, and receives the signals that the launchers block."""
-    prepare = signals.end_with_parent(signal.SIGKILL, blocked=())
+    prepare = signals.end_with_parent(signal.SIGKILL, unblock=signals.OF_A_LAUNCH)
     return subprocess.Popen(command(argv), stdout=streams.stdout, stderr=streams.stderr, preexec_fn=prepare)
 
 

@@ -49,18 +49,20 @@ def wake_on(signums: Iterable[int]) -> int:
     return woken
 
 
-def end_with_parent(signum: int, *, blocked: Iterable[int] | None = None) -> Callable[[], None]:
+def end_with_parent(
+    signum: int, *, block: Iterable[int] = (), unblock: Iterable[int] = ()
+) -> Callable[[], None]:
     """Return a function for a new process, to call before it becomes another program: `preexec_fn` of Popen.
 
-    The process then gets `signum` when its parent ends, and has the signals `blocked`, and no others, blocked.
-    None: those that its parent has.
+    The process then gets `signum` when its parent ends. It starts with the parent's blocked signals, and those of
+    `block`, and without those of `unblock`.
     """
     libc = ctypes.CDLL(None)  # loaded before the fork
 
     def prepare() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signum)
-        if blocked is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_BLOCK, block)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
 
     return prepare
 

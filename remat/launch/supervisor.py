@@ -227,10 +227,8 @@ class _Supervisor:
             asked.append("--module")
             rank = ["remat.launch.rank_keeper", words.kind, *rank]
             env |= {rank_keeper.SOCKET: str(self.socket_path), rank_keeper.LOG_DIR: str(words.log_dir)}
-        prepare = signals.end_with_parent(
-            signal.SIGKILL, blocked=None if words.over_ssh else signals.OF_A_LAUNCH
-        )
-        command = [sys.executable, "-m", *arguments.launcher(words, asked), *rank]
+        prepare = signals.end_with_parent(signal.SIGKILL, block=() if words.over_ssh else signals.OF_A_LAUNCH)
+        command = [sys.executable, "-u", "-m", *arguments.launcher(words, asked), *rank]
         return subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=prepare)
 
     # Events
@@ -299,12 +297,14 @@ class _Supervisor:
             self.kill_at = now + self.words.grace_s  # the others may still be saving
         if self.launcher_code is not None and not self._all_ended() and not self.launcher_gone and self.ranks:
             self.launcher_gone = True
-            behind_runner = self.launcher_code == 0 or self.words.needs_no_runner
-            gone = "node launcher" if behind_runner else "deepspeed runner"
-            say(f"the {gone} was killed: ending the ranks")
+            say(f"the {self._launcher_that_ended()} was killed: ending the ranks")
             self._end_ranks(LAUNCHER_GONE_S)
         if now >= self.kill_at and not self._all_ended():
             self._kill()
+
+    def _launcher_that_ended(self) -> str:
+        """Return its name. The runner ends with code 0 when the node launcher behind it was killed."""
+        return "node launcher" if self.launcher_code == 0 or self.words.needs_no_runner else "deepspeed runner"
 
     def _over(self) -> bool:
         return self.forced or self._all_ended() or (self.launcher_code is not None and not self.ranks)
@@ -375,6 +375,8 @@ class _Supervisor:
         if self.launcher_code == 0 and not self.words.asks_help and not self.words.over_ssh:
             say("DeepSpeed's launcher left before it started a rank")
             return 1
+        if (self.launcher_code or 0) < 0:
+            say(f"the {self._launcher_that_ended()} was killed before it started a rank")
         return exit_codes.of_process(self.launcher_code or 0)
 
     def _report_failure(self, rank: _Rank) -> None:

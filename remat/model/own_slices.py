@@ -247,8 +247,8 @@ def _read_header(file: Path, cfg: ModelConfig) -> dict[str, _Stored]:
         header = paths.read_header(file)
     except ValueError as error:
         raise ConfigError(f"model.path={cfg.path}: {file.name} {error}; copy or download it again") from error
-    if unknown := next((name for name, stored in header.items() if stored.dtype not in DTYPES), None):
-        raise NotSliced(f"{unknown} is stored as {header[unknown].dtype}")
+    if unknown := [name for name, stored in header.items() if stored.dtype not in DTYPES]:
+        raise NotSliced(f"{unknown[0]} is stored as {header[unknown[0]].dtype}")
     return {
         name: _Stored(file, DTYPES[stored.dtype], stored.shape, stored.offset)
         for name, stored in header.items()

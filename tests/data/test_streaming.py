@@ -235,13 +235,13 @@ def test_a_resume_counts_no_unusable_row_twice(tmp_path: Path, kind: str) -> Non
     cfg = config(tmp_path, kind, on_bad_row=BadRows.skip)
     path = tmp_path / "data" / "0.jsonl"
     rows = path.read_text().splitlines(keepends=True)
-    path.write_text("".join("no json\n" * (number % 3 == 1) + row for number, row in enumerate(rows)))
+    path.write_text("no json\n".join(rows))
     batches = stream(opened(cfg), global_batch_size=1)
     states = [json.loads(json.dumps(batches.state()))]
     while batches.next_step().epoch < 2:
         states.append(json.loads(json.dumps(batches.state())))
-    assert batches.lost()["bad_rows"] == 2 * (len(rows) // 3), "those of two epochs"
-    for state in states[:: len(states) // 9]:
+    assert batches.lost()["bad_rows"] == 2 * (len(rows) - 1), "those of two epochs"
+    for state in {state["place"]["block"]: state for state in states}.values():
         resumed = stream(opened(cfg), global_batch_size=1, position=state["position"], place=state["place"])
         while resumed.position < batches.position:
             resumed.next_step()

@@ -120,6 +120,7 @@ def test_the_node_launcher_is_started_as_the_runner_would(
         def wait(self) -> None: ...
 
     monkeypatch.setattr(runner.subprocess, "Popen", Process)
+    monkeypatch.setattr(runner, "set_log_level_from_string", lambda level: None)  # of this whole process
     monkeypatch.setenv("LOCAL_SIZE", "4")  # else DeepSpeed counts CPU accelerators with a process
     runner.main([*asked, "keeper", "x=1"])
     monkeypatch.setattr("sys.argv", commands[0][3:])

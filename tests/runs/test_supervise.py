@@ -19,6 +19,7 @@ from tests.support.supervised import DEADLINE_S, RANK, Supervised, supervised, w
 
 pytestmark = pytest.mark.launch
 slow = pytest.mark.slow_fault
+RUNNER = ("--no_ssh_check",)  # an option that only the runner takes, so that there is one
 
 
 def rank(folder: Path, *words: str) -> tuple[str, ...]:
@@ -32,20 +33,24 @@ def ends(run: Supervised, code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "signum",
+    ("signum", "options"),
     [
-        signal.SIGTERM,
-        pytest.param(signal.SIGUSR1, marks=slow),
-        pytest.param(signal.SIGINT, marks=slow),
-        pytest.param(signal.SIGHUP, marks=slow),
+        (signal.SIGTERM, ()),
+        pytest.param(signal.SIGTERM, RUNNER, marks=slow),
+        pytest.param(signal.SIGUSR1, (), marks=slow),
+        pytest.param(signal.SIGINT, (), marks=slow),
+        pytest.param(signal.SIGHUP, (), marks=slow),
     ],
-    ids=lambda signum: signum.name,
 )
-def test_a_stop_signal_reaches_every_rank_at_once(tmp_path: Path, signum: signal.Signals) -> None:
+def test_a_stop_signal_reaches_every_rank_at_once(
+    tmp_path: Path, signum: signal.Signals, options: tuple[str, ...]
+) -> None:
     """A rank leaves only after all got the signal: sent to one after the other had ended, this would never end."""
-    with supervised(tmp_path, *rank(tmp_path, "stop")) as run:
+    with supervised(tmp_path, *rank(tmp_path, "stop"), options=options) as run:
         run.ready()
         run.launcher("launch").send_signal(signal.SIGTERM)  # a sender that signals all processes: no harm
+        if options:
+            run.launcher("runner").send_signal(signal.SIGTERM)
         run.signal(signum)
         ends(run, 75)
         expected = "SIGTERM" if signum == signal.SIGHUP else signum.name
@@ -81,9 +86,6 @@ def test_a_killed_rank_is_named_with_its_memory(tmp_path: Path) -> None:
         ends(run, 128 + signal.SIGKILL)
         said = re.search(r"rank 1 was killed \(SIGKILL\).*peak RSS was \d+\.\d of (\d+\.\d) GiB, \d", run.out)
         assert said and 0 < float(said[1]) <= psutil.virtual_memory().total / 2**30 + 0.1, run.out
-
-
-RUNNER = ("--no_ssh_check",)  # an option that only the runner takes, so that there is one
 
 
 @pytest.mark.parametrize(
