@@ -25,7 +25,7 @@ def table() -> str:
         f"| `{r.name}` | {r.summary} | {r.machine} | {r.strategy} | {r.gpu_gib} | {r.tokens_per_s} | {r.status} |"
         for r in recipes.rows()
     ]
-    starts = ["| starting point | what | strategy | optim.lr |", "|---|---|---|---|"]
+    starts = ["| starting point | what | strategy where `auto` cannot choose | optim.lr |", "|---|---|---|---|"]
     for name in compose.starting_points():
         run = compose.compose_run([f"recipe={name}", "model.path=FOLDER_OR_HUB_NAME"]).run
         strategy = f"`{run.deepspeed.config}`, `checkpointing={run.checkpointing.policy}`"

@@ -1,4 +1,4 @@
 """`remat compare`: launch the same run under several choices, one launch each, and compare what was measured.
 
-May import every room but `cli`. Start with `command.py`, then `experiment.py`.
+May import every room. Start with `command.py`, then `experiment.py`.
 """
