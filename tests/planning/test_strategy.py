@@ -36,8 +36,11 @@ def test_every_recipe_renders_completely(name: str) -> None:
     adapters = 0.0 if run.peft.method is PeftMethod.none else 0.02
     assert 0.998 <= decided.facts.num_params / published(name) <= 1.002 + adapters
     assert '"auto"' not in json.dumps(decided.ds)
-    batch = decided.ds["train_micro_batch_size_per_gpu"] * decided.ds["gradient_accumulation_steps"] * ranks
-    assert batch == decided.ds["train_batch_size"] == run.train.global_batch_size
+    readers = ranks // run.train.sequence_parallel_size  # those that share sequences read them together
+    batch = decided.ds["train_micro_batch_size_per_gpu"] * decided.ds["gradient_accumulation_steps"] * readers
+    assert batch == run.train.global_batch_size
+    if readers == ranks:  # else DeepSpeed, which divides by all ranks, is not told
+        assert batch == decided.ds["train_batch_size"]
     layers = run.model.architecture.get("num_hidden_layers") or run.model.architecture["n_layer"]
     assert len(decided.decisions) == layers
     assert decided.ds["bf16"]["enabled"] is (run.train.precision is Precision.bf16)
