@@ -173,10 +173,9 @@ class Stream:
             return reading
         bad_rows = BadRowLog(self.cfg.on_bad_row)
         documents = self._documents(place, bad_rows)
-        first = next(
-            documents
-        )  # unusable rows before it are in the counts of earlier windows, if there are any
-        return _Reading(place, chain([first], documents), bad_rows, first.bad_rows if place.window else 0)
+        first = next(documents)
+        counted = first.bad_rows if place.window else 0  # by earlier windows
+        return _Reading(place, chain([first], documents), bad_rows, counted)
 
     def _documents(self, place: Place, bad_rows: BadRowLog) -> Iterator[_Read]:
         """Yield the documents from `place` on with their places, epoch after epoch, without held-out ones."""

@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -96,11 +97,12 @@ class LaunchWords:
     @property
     def needs_no_runner(self) -> bool:
         """Return whether the number of ranks is known, and DeepSpeed's node launcher takes all options."""
-        if self.ranks is None or os.environ.get(
-            "CUDA_VISIBLE_DEVICES"
-        ):  # the runner says that it ignores these
+        if os.environ.get("CUDA_VISIBLE_DEVICES"):  # the runner says that it ignores these
             return False
-        return {word for word in self.runner if word.startswith("-")} <= OF_NODE_LAUNCHER
+        return (
+            self.ranks is not None
+            and {word for word in self.runner if word.startswith("-")} <= OF_NODE_LAUNCHER
+        )
 
     @property
     def asks_help(self) -> bool:
@@ -157,12 +159,18 @@ def launcher(words: LaunchWords, asked: list[str]) -> list[str]:
     """
     if not words.needs_no_runner:
         return ["deepspeed.launcher.runner", *asked]
-    for name in RANKS_OF_A_NODE:
-        while name in asked:
-            at = asked.index(name)
-            asked = asked[:at] + asked[at + 2 :]
-    world = json.dumps({"localhost": list(range(words.ranks or 0))}).encode()
-    return ["deepspeed.launcher.launch", f"--world_info={base64.urlsafe_b64encode(world).decode()}", *asked]
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(words.ranks or 0))}).encode()).decode()
+    return ["deepspeed.launcher.launch", f"--world_info={world}", *without(asked, RANKS_OF_A_NODE)]
+
+
+def without(options: list[str], names: Iterable[str]) -> list[str]:
+    """Return the runner's options without those of `names`, which have values."""
+    kept = list(options)
+    for name in names:
+        while name in kept:
+            at = kept.index(name)
+            del kept[at : at + 2]
+    return kept
 
 
 def _unknown(name: str) -> str:

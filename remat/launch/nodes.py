@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 from remat.config.options import ConfigError
 from remat.launch import exit_codes, processes, signals
-from remat.launch.arguments import RUNNER_VALUES, LaunchWords
+from remat.launch.arguments import RUNNER_VALUES, LaunchWords, without
 from remat.launch.supervisor import NEVER, say, short
 
 MARK = b"\x1e"  # around each report of an agent
@@ -173,14 +173,10 @@ class _Head:
 
     def _words_of(self, number: int, master: str, port: str) -> list[str]:
         """Return the command line of `remat launch` on one node; its agent adds the hostfile."""
-        words, runner = self.words, list(self.words.runner)
-        for name in OF_THE_HEAD:
-            while name in runner:
-                at = runner.index(name)
-                del runner[at : at + 2]
+        words = self.words
         place = ["--no_ssh", "--node_rank", str(number), "--master_addr", master, "--master_port", port]
         own = ["--log-dir", str(words.log_dir), "--grace-s", f"{words.grace_s:g}"]
-        return [*runner, *place, *own, *words.kind_flag, words.target, *words.words]
+        return [*without(words.runner, OF_THE_HEAD), *place, *own, *words.kind_flag, words.target, *words.words]
 
     # Events
 

@@ -13,6 +13,7 @@ from deepspeed.launcher import launch, runner
 from remat import cli
 from remat.config.options import ConfigError
 from remat.launch import arguments, processes, rank_keeper, supervisor
+from tests.support.launcher import node_launch
 
 
 def test_every_option_of_the_installed_runner_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,24 +110,10 @@ def test_the_node_launcher_is_started_as_the_runner_would(
     assert words.needs_no_runner
     asked = [*words.runner, "--log_level", "critical", "--master_port", "29123", "--module"]
     module, *ours = arguments.launcher(words, asked)
-    commands: list[list[str]] = []
-
-    class Process:
-        returncode = 0
-
-        def __init__(self, command: list[str], env: dict[str, str]) -> None:
-            commands.append(command)
-
-        def wait(self) -> None: ...
-
-    monkeypatch.setattr(runner.subprocess, "Popen", Process)
-    monkeypatch.setattr(runner, "set_log_level_from_string", lambda level: None)  # of this whole process
     monkeypatch.setenv("LOCAL_SIZE", "4")  # else DeepSpeed counts CPU accelerators with a process
-    runner.main([*asked, "keeper", "x=1"])
-    monkeypatch.setattr("sys.argv", commands[0][3:])
-    theirs = launch.parse_args()
+    theirs = node_launch([*asked, "keeper", "x=1"], monkeypatch)
     monkeypatch.setattr("sys.argv", [module, *ours, "keeper", "x=1"])
-    assert commands[0][2:4] == ["-m", module] and vars(launch.parse_args()) == vars(theirs)
+    assert module == launch.__name__ and vars(launch.parse_args()) == vars(theirs)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-from deepspeed.launcher import launch, runner
+from deepspeed.launcher import runner
 
 from remat.config import compose, metrics
 from remat.launch import arguments
+from tests.support.launcher import node_launch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -109,25 +109,6 @@ def sbatch(tmp_path: Path, node: int, words: list[str]) -> list[str]:
     return calls(tools)[0]
 
 
-def started(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the installed `deepspeed` would start on this node for `words`, parsed by its per-node launcher."""
-    commands: list[list[str]] = []
-
-    class Process:
-        returncode = 0
-
-        def __init__(self, command: list[str], env: dict[str, str]) -> None:
-            commands.append(command)
-
-        def wait(self) -> None: ...
-
-    monkeypatch.setattr(runner.subprocess, "Popen", Process)
-    runner.main(words)
-    assert commands[0][2:4] == ["-m", "deepspeed.launcher.launch"]
-    monkeypatch.setattr("sys.argv", commands[0][3:])
-    return launch.parse_args()
-
-
 @pytest.mark.parametrize("node", [0, 1])
 def test_the_sbatch_script_starts_one_launcher_a_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int
@@ -136,7 +117,7 @@ def test_the_sbatch_script_starts_one_launcher_a_node(
     assert example
     words = shlex.split(example[1])
     overrides = [*words[words.index("scripts/slurm.sbatch") + 1 :], "data.text_field=two words"]
-    found = started(sbatch(tmp_path, node, overrides), monkeypatch)
+    found = node_launch(sbatch(tmp_path, node, overrides), monkeypatch)
     world = json.loads(base64.urlsafe_b64decode(found.world_info))
     assert world == {name: list(range(8)) for name in NODES}
     assert (found.node_rank, found.master_addr, found.master_port) == (node, "node-a", 22345)

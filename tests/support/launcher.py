@@ -8,6 +8,7 @@ from what is launched unless a test passes `gpus=True`, which is always real.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from remat.launch import arguments
 from remat.launch.processes import free_port
@@ -45,6 +48,28 @@ def deepspeed(
         return fork([path, *words], ranks=ranks, port=port, cwd=cwd, timeout_s=timeout_s)
     command = ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(port), path, *words]
     return run(command, cwd=cwd, timeout_s=timeout_s, gpus=gpus)
+
+
+def node_launch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """What the installed `deepspeed` would start on this node for `words`, parsed by its per-node launcher."""
+    from deepspeed.launcher import launch, runner
+
+    commands: list[list[str]] = []
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            commands.append(command)
+
+        def wait(self) -> None: ...
+
+    monkeypatch.setattr(runner.subprocess, "Popen", Process)
+    monkeypatch.setattr(runner, "set_log_level_from_string", lambda level: None)  # of this whole process
+    runner.main(words)
+    assert commands[0][2:4] == ["-m", "deepspeed.launcher.launch"]
+    monkeypatch.setattr("sys.argv", commands[0][3:])
+    return launch.parse_args()
 
 
 def fork(argv: list[str], *, ranks: int, port: int, cwd: Path, timeout_s: float) -> Launched:
