@@ -50,7 +50,7 @@ SETTINGS = {
 IDS = torch.arange(32).view(1, 32)
 LAYERS = 4
 LEARNT = 2  # micro-batches until the engine knows the order
-MICRO_BATCHES = 3  # gloo's own thread may hold a buffer a moment longer: the least of them counts
+MICRO_BATCHES = 6  # gloo's own thread may hold a buffer a moment longer: the least of them counts
 
 
 @dataclass
