@@ -336,7 +336,8 @@ def quoted(key: str, value: str) -> str:
 
 def override(key: str, value: str) -> str:
     """Return key=value with the value in quotes: an override for any text."""
-    inner = value.replace("\\", "\\\\").replace('"', '\\"')
+    doubled = re.sub(r'\\+(?="|\Z)', lambda slashes: 2 * slashes[0], value)  # others Hydra takes as they are
+    inner = doubled.replace('"', '\\"')
     return f'{key}="{inner}"'
 
 

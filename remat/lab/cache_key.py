@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from remat.config import command_line, compose
+from remat.config import command_line, compose, paths
 from remat.config.units import GIB
 from remat.machine.host_memory import host_memory
 from remat.machine.start_up import available_cores
 from remat.report import run_dir
 
-FORMAT = 2  # version of stored results: raise it when what is measured changes
+FORMAT = 3  # version of stored results: raise it when what is measured changes
 PACKAGE = Path(__file__).resolve().parent.parent
 LIBRARIES = ("torch", "deepspeed", "transformers", "peft")
 
@@ -56,13 +56,17 @@ def threads(ranks: int) -> int:
 def key(words: Sequence[str], ranks: int, place: Place) -> str:
     """Return the cache key of a launch. Launches with the same key share one result.
 
-    The run's name and output folder are not part of the key. Raises ConfigError for invalid arguments.
+    The contents of the small files that a run names are part of it, those of data and weights are not, nor are the
+    run's name and output folder. Raises ConfigError for invalid arguments.
     """
     asked = command_line.parse(list(words))
     made = compose.compose_run(asked.overrides, asked.config_dirs)
+    cfg = made.run
+    named = (cfg.deepspeed.config, cfg.checkpointing.table, cfg.data.chat_template)
     content = {
         "format": FORMAT,
         "config": made.yaml,
+        "files": [paths.expand(name).read_text() for name in named if name and paths.expand(name).is_file()],
         "ranks": ranks,
         "code": code(),
         "device": place.device,

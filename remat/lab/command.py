@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
+from remat.config.options import ConfigError
 from remat.lab import cache_key, charts, experiment, figures, launch, page, schedule, table
 from remat.lab import publish as publishing
 from remat.lab.cache_key import Place
@@ -16,6 +18,7 @@ from remat.lab.experiment import Experiment
 from remat.lab.figures import Row
 from remat.lab.measure import DOES_NOT_FIT, FINISHED, OUT_OF_MEMORY
 from remat.lab.schedule import Outcome
+from remat.machine.owner_lock import OwnerLock
 from remat.report import run_dir
 
 EXIT_NOTHING_RAN, EXIT_INTERRUPTED = 1, 130
@@ -47,9 +50,10 @@ def run(args: Sequence[str], options: Options) -> int:
     folder = (options.out / chosen.name).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     on_stderr = Console(stderr=True)
-    outcome = schedule.run(
-        chosen, folder, place, lambda total: schedule.on_terminal(total, on_stderr), fresh=options.fresh
-    )
+    with _owned(folder):
+        outcome = schedule.run(
+            chosen, folder, place, lambda total: schedule.on_terminal(total, on_stderr), fresh=options.fresh
+        )
     if outcome.stopped:
         print("\nstopped; what is finished is kept: the same command goes on from there", file=sys.stderr)
         if not any(result.ran for result in outcome.results):
@@ -63,6 +67,20 @@ def run(args: Sequence[str], options: Options) -> int:
     if outcome.stopped:
         return EXIT_INTERRUPTED
     return 0 if any(row.status in ANSWERS for row in rows) else EXIT_NOTHING_RAN
+
+
+@contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Own the folder of an experiment: a launch removes what an earlier one left there. Raises ConfigError."""
+    lock = OwnerLock(folder / run_dir.OWNER)
+    if holder := lock.take(lambda text: print(text, file=sys.stderr, flush=True)):
+        raise ConfigError(
+            f"{folder} belongs to {holder.in_words()}: wait for the end of that comparison, or choose another --out"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def choose(args: Sequence[str], options: Options, device: str) -> Experiment:

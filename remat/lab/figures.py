@@ -6,7 +6,7 @@ import csv
 import io
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from remat.lab.cache_key import FORMAT, Place
@@ -20,11 +20,14 @@ from remat.lab.measure import (
     OUT_OF_MEMORY,
     REFUSED,
     TIMES,
+    Figures,
     Measured,
 )
 
 # a point without figures shows the first of these that occurred
 ORDER = (OUT_OF_MEMORY, DOES_NOT_FIT, FAILED, REFUSED, NOT_LAUNCHED)
+# of these a row has the most of all repeats, of other figures the last repeat's
+MOST = ("peak_bytes", "counted_bytes", "kept_bytes", "micro_batch_bytes")
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class Spread:
     count: int
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class Row(Figures):
     """The figures of a point. `times` are in seconds; `ratio` is its step time over its baseline's.
 
     Bytes are the maximum over repeats; `same_bytes` says whether all repeats agree on all of them. A point without
@@ -53,25 +56,9 @@ class Row:
     repeats: int = 0
     command: str = ""
     same_bytes: bool = True
-    peak_bytes: int | None = None
-    counted_bytes: int | None = None
-    counted_planned_bytes: int | None = None
-    peak_in_update: bool = False
-    kept_bytes: int | None = None
-    kept_planned_bytes: int | None = None
-    kept_bytes_per_layer: list[int] = field(default_factory=list)
-    moved_bytes: int = 0
-    micro_batch_bytes: int | None = None
-    states_bytes: dict[str, int] = field(default_factory=dict)
-    off_gpu_bytes: int = 0
-    recomputed_percent: float | None = None
     times: dict[str, Spread] = field(default_factory=dict)
     ratio: Spread | None = None
     tokens_per_s: Spread | None = None
-    loss: list[tuple[int, float]] = field(default_factory=list)
-    eval_loss: float | None = None
-    ledger: list[dict[str, Any]] = field(default_factory=list)
-    in_words: str = ""
 
     @property
     def step(self) -> Spread | None:
@@ -152,45 +139,27 @@ def as_csv(results: Sequence[Result]) -> str:
 
 
 def _row(point: Point, results: Sequence[Result]) -> Row:
+    about = {"name": point.name, "own": point.own, "baseline": point.baseline}
     known = [result.measured for result in results if result.status == FINISHED and result.measured]
     if not known:
         worst = min(results, key=lambda result: ORDER.index(result.status))
-        return Row(point.name, point.own, point.baseline, worst.status, worst.words, command=worst.command)
-    last = known[-1]
+        return Row(**about, status=worst.status, words=worst.words, command=worst.command)
     others = [result for result in results if result.status != FINISHED]
     words = f"{len(others)} of {len(results)} launches: {others[0].status}: {others[0].words}" if others else ""
-    commands = [result.command for result in results if result.status == FINISHED]
+    last = {item.name: getattr(known[-1], item.name) for item in fields(Figures)}
     return Row(
-        point.name,
-        point.own,
-        point.baseline,
-        FINISHED,
-        words,
+        **about | last | {name: _most(known, name) for name in MOST},
+        status=FINISHED,
+        words=words,
         repeats=len(known),
-        command=commands[0],
+        command=next(result.command for result in results if result.status == FINISHED),
         same_bytes=len({_bytes(measured) for measured in known}) == 1,
-        peak_bytes=_most(known, "peak_bytes"),
-        counted_bytes=_most(known, "counted_bytes"),
-        counted_planned_bytes=last.counted_planned_bytes,
-        peak_in_update=last.peak_in_update,
-        kept_bytes=_most(known, "kept_bytes"),
-        kept_planned_bytes=last.kept_planned_bytes,
-        kept_bytes_per_layer=last.kept_bytes_per_layer,
-        moved_bytes=last.moved_bytes,
-        micro_batch_bytes=_most(known, "micro_batch_bytes"),
-        states_bytes=last.states_bytes,
-        off_gpu_bytes=last.off_gpu_bytes,
-        recomputed_percent=last.recomputed_percent,
         times={
             name: found
-            for name in last.steps
+            for name in known[-1].steps
             if (found := spread([value for measured in known for value in measured.steps[name]]))
         },
         tokens_per_s=spread([value for measured in known for value in measured.tokens_per_s]),
-        loss=last.loss,
-        eval_loss=last.eval_loss,
-        ledger=last.ledger,
-        in_words=last.in_words,
     )
 
 
@@ -203,10 +172,7 @@ def _against(row: Row, base: Row) -> Row:
 def _bytes(measured: Measured) -> tuple[object, ...]:
     """Return all byte counts. They must be equal whenever a run is repeated on the same machine."""
     return (
-        measured.peak_bytes,
-        measured.counted_bytes,
-        measured.kept_bytes,
-        measured.micro_batch_bytes,
+        *(getattr(measured, name) for name in MOST),
         tuple(measured.kept_bytes_per_layer),
         tuple(sorted(measured.states_bytes.items())),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from remat.config import command_line
 from remat.lab import measure
 from remat.lab.cache_key import Place
 from remat.lab.experiment import Point
@@ -97,13 +98,6 @@ def from_here(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def quoted(value: str) -> str:
-    """Quote a value so that Hydra reads it unchanged."""
-    if re.fullmatch(r"[\w./+-]+", value):
-        return value
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
 def launch(slot: Slot, key: str, ranks: int, place: Place) -> Result:
     """Run a point to its end and store its result. KeyboardInterrupt ends it at once and stores nothing."""
     for old in (slot.run, slot.logs):
@@ -114,7 +108,7 @@ def launch(slot: Slot, key: str, ranks: int, place: Place) -> Result:
         *slot.point.words,
         f"name={slot.point.slug}",
         f"run_id={slot.run_id}",
-        f"output_dir={quoted(str(from_here(slot.folder)))}",
+        command_line.override("output_dir", str(from_here(slot.folder))),
     ]
     options = ["--log-dir", str(slot.logs), "--grace-s", f"{GRACE_S:g}", "--num_gpus", str(ranks)]
     began = time.monotonic()
@@ -136,7 +130,7 @@ def launch(slot: Slot, key: str, ranks: int, place: Place) -> Result:
         words=end.words,
         exit_code=code,
         seconds=round(time.monotonic() - began, 1),
-        command=f"remat launch --num_gpus {ranks} {' '.join(words)}",
+        command=f"remat launch --num_gpus {ranks} {shlex.join(words)}",
         env=_env(slot.run) | place.hardware,
         measured=found,
     )

@@ -16,6 +16,7 @@ from remat.launch import exit_codes
 from remat.planning.plan import CATEGORY_OF
 from remat.planning.simulation.peaks import IN_BACKWARD
 from remat.planning.simulation.types import Category, Phase
+from remat.report.tracking import read_metrics
 from remat.training.ledger import KEPT, MICRO_BATCH, OFF_GPU
 from remat.training.proof import LEARNT
 
@@ -53,19 +54,17 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Bytes of the rank with the most, times in seconds per steady step, losses in nats per token; None is unknown.
+class Figures:
+    """Bytes of the rank with the most, losses in nats per token; None is unknown.
 
     `counted_bytes` is the measured peak, `counted_planned_bytes` was planned for the same moment. `peak_bytes` is
-    higher where the optimizer step needs more (`peak_in_update`): on CPUs that excess is planned, not measured. `steps`
-    has the seconds of each steady step: in all, and for data, forward, backward and optimizer.
+    higher where the optimizer step needs more (`peak_in_update`): on CPUs that excess is planned, not measured.
     """
 
     peak_bytes: int | None = None
     counted_bytes: int | None = None
     counted_planned_bytes: int | None = None
     peak_in_update: bool = False
-    peak_how: str = ""
     kept_bytes: int | None = None
     kept_planned_bytes: int | None = None
     kept_bytes_per_layer: list[int] = field(default_factory=list)
@@ -74,13 +73,20 @@ class Measured:
     states_bytes: dict[str, int] = field(default_factory=dict)  # measured, by category and place
     off_gpu_bytes: int = 0  # model states that the strategy keeps off the GPU
     recomputed_percent: float | None = None
-    steps: dict[str, list[float]] = field(default_factory=dict)
-    first_steady_step: int = 0
-    tokens_per_s: list[float] = field(default_factory=list)
     loss: list[tuple[int, float]] = field(default_factory=list)
     eval_loss: float | None = None
     ledger: list[dict[str, Any]] = field(default_factory=list)
     in_words: str = ""
+
+
+@dataclass(frozen=True)
+class Measured(Figures):
+    """The figures of one launch. `steps` has the seconds of each steady step, in all and of its parts (`TIMES`)."""
+
+    peak_how: str = ""
+    steps: dict[str, list[float]] = field(default_factory=dict)
+    first_steady_step: int = 0
+    tokens_per_s: list[float] = field(default_factory=list)
 
 
 def ended(code: int, text: str) -> Ended:
@@ -98,8 +104,8 @@ def ended(code: int, text: str) -> Ended:
         return Ended(OUT_OF_MEMORY, killed.group())
     if code == exit_codes.CONFIG:
         return Ended(REFUSED, first)
-    if code == exit_codes.NOT_ABLE and STILL in text:
-        return Ended(DOES_NOT_FIT, _refusal(text))
+    if code == exit_codes.NOT_ABLE and STILL in text and (short := _refusal(text)):
+        return Ended(DOES_NOT_FIT, short)
     return Ended(FAILED, f"exit code {code}: {first}" if said else first)
 
 
@@ -111,11 +117,11 @@ def _refusal(text: str) -> str:
 def read(folder: Path) -> Measured:
     """Read the folder of a finished run. Raises ValueError when the run did not finish."""
     ledger, plan, proof = (_json(folder / name) for name in ("ledger.json", "plan.json", "proof.json"))
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(folder)
     figures = {row["category"]: (_plain(row, "planned"), _plain(row, "measured")) for row in ledger["rows"]}
     accumulated = int(_json(folder / "ds_config.json")["gradient_accumulation_steps"])
     steady, first = _steady(rows, proof["zero_stage"], accumulated)
-    evals = [row[LOSS_EVAL] for row in rows if LOSS_EVAL in row]
+    evals = _finite(rows, LOSS_EVAL)
     return replace(
         _peak(figures, plan, rows, proof["zero_stage"]),
         kept_bytes=_whole(figures[KEPT][1]),
@@ -129,8 +135,8 @@ def read(folder: Path) -> Measured:
         steps={name: [row[phase_s(name)] for row in steady] for name in TIMES},
         first_steady_step=first,
         tokens_per_s=[row[TOKENS_PER_S] for row in steady],
-        loss=[(int(row["step"]), row[LOSS_TRAIN]) for row in rows if LOSS_TRAIN in row],
-        eval_loss=evals[-1] if evals else None,
+        loss=_finite(rows, LOSS_TRAIN),
+        eval_loss=evals[-1][1] if evals else None,
         ledger=ledger["rows"],
         in_words=proof["in_words"],
     )
@@ -210,6 +216,11 @@ def _steady(
     timed = [row for row in rows if STEP_S in row]
     before = [0.0, *(row["step"] for row in timed)]  # a row's times are means since the row before
     return [row for row, since in zip(timed, before, strict=False) if since >= watched], watched + 1
+
+
+def _finite(rows: list[dict[str, float]], name: str) -> list[tuple[int, float]]:
+    """Return steps and values of a metric. A step that was skipped has the loss NaN and is left out."""
+    return [(int(row["step"]), row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
 
 
 def _plain(row: Mapping[str, Any], side: str) -> float | None:

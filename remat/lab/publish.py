@@ -48,8 +48,9 @@ def add(folder: Path, content: Mapping[str, Any]) -> list[Path]:
     others = [row for row in read_points(folder) if any(row[key] != value for key, value in mine.items())]
     rows = [*others, *(mine | flatten(point) for point in content["points"])]
     rows.sort(key=lambda row: (row["experiment"], row["machine"]))
+    columns = list(dict.fromkeys(name for row in rows for name in row))
     with points.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[-1]), lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     known = json.loads(environments.read_text()) if environments.exists() else {}

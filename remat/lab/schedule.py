@@ -19,7 +19,7 @@ from remat.lab import cache_key, launch
 from remat.lab.cache_key import Place
 from remat.lab.experiment import Experiment
 from remat.lab.launch import Result, Slot
-from remat.lab.measure import FAILED, NOT_LAUNCHED, REFUSED
+from remat.lab.measure import FINISHED, NOT_LAUNCHED, OUT_OF_MEMORY, REFUSED
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def run(
 ) -> Outcome:
     """Launch every point that has no stored result, or with `fresh` every point. All go once, then all again.
 
-    `open_report` takes the number of launches. Points that failed or were refused are launched again; those that did
-    not fit or ran out of memory are not.
+    `open_report` takes the number of launches. Stored are points that finished or ran out of memory. Others are
+    launched again: whether a plan fits depends on the memory and disk that are free now.
     """
     asked = asked_keys(experiment, place)
     repeats = range(1, experiment.repeats + 1)
@@ -76,7 +76,7 @@ def run(
         elif (
             not fresh
             and (found := launch.stored(slot, answer)) is not None
-            and found.status not in (FAILED, REFUSED)
+            and found.status in (FINISHED, OUT_OF_MEMORY)
         ):
             known[slot] = replace(found, point=slot.point.name)
     to_do = [slot for slot in turns if slot not in known]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from remat import cli
-from remat.config import compose
+from remat.config import command_line, compose
 from remat.config.options import ConfigError
 from remat.config.units import MIB
 from remat.lab import cache_key, charts, command, experiment, figures, launch, measure, publish, schedule
@@ -22,6 +23,7 @@ from remat.lab.experiment import Experiment
 from remat.lab.launch import Result, Slot
 from remat.lab.measure import Measured
 from remat.launch import supervisor
+from remat.machine.owner_lock import OwnerLock
 from remat.planning.launch_plan import LaunchPlan
 from remat.training.out_of_memory import Measured as Memory
 from remat.training.out_of_memory import OutOfMemory
@@ -262,8 +264,9 @@ def test_what_is_known_is_not_launched_again(launches: Launches, tmp_path: Path)
     )
 
 
-def test_what_failed_is_tried_again(launches: Launches, tmp_path: Path) -> None:
-    launches.endings = {"full": "failed"}
+@pytest.mark.parametrize("ending", ["failed", "refused", "does not fit"])
+def test_what_failed_or_did_not_fit_is_tried_again(launches: Launches, tmp_path: Path, ending: str) -> None:
+    launches.endings = {"full": ending}
     made = dataclasses.replace(experiment.written(WORDS, "cpu"), repeats=1)
     schedule.run(made, tmp_path, CPU, silent)
     launches.endings = {}
@@ -277,6 +280,27 @@ def test_another_version_of_the_code_has_other_keys(monkeypatch: pytest.MonkeyPa
     assert before == cache_key.key(words, 1, CPU) != cache_key.key(words, 2, CPU)
     monkeypatch.setattr(cache_key, "code", lambda: "changed")
     assert cache_key.key(words, 1, CPU) != before
+
+
+def test_a_changed_file_that_a_run_names_has_another_key(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    words = [*experiment.written(WORDS, "cpu").points[0].words, f"data.chat_template={template}"]
+    template.write_text("{{ messages[0].content }}")
+    before = cache_key.key(words, 1, CPU)
+    template.write_text("{{ messages[-1].content }}")
+    assert cache_key.key(words, 1, CPU) != before
+
+
+def test_an_experiment_that_another_process_runs_is_left_alone(launches: Launches, tmp_path: Path) -> None:
+    options = command.Options(out=tmp_path, repeats=1)
+    folder = tmp_path / experiment.written(WORDS, "cpu").name
+    folder.mkdir()
+    lock = OwnerLock(folder / "owner.json")
+    assert lock.take() is None
+    with pytest.raises(ConfigError, match=f"{folder} belongs to process .* choose another --out"):
+        command.run(WORDS, options)
+    assert not launches.turns
+    lock.release()
 
 
 def test_a_damaged_result_is_none(launches: Launches, tmp_path: Path) -> None:
@@ -380,7 +404,10 @@ def test_published_results_replace_those_of_the_same_experiment_and_machine(tmp_
     folder = tmp_path / "kept"
     content = {"name": "b", "device": "cpu", "env": {"commit": "1"}, "hardware": {"cpu": "a CPU"}}
     content |= {"reduction": "", "ranks": 1, "repeats": 2, "peak_how": "", "first_steady_step": 2}
-    point = {**dataclasses.asdict(figures.Row("none", (), "none", "refused")), "loss": [(1, 5.5), (2, 5.25)]}
+    point = {
+        **dataclasses.asdict(figures.Row(name="none", own=(), baseline="none", status="refused")),
+        "loss": [(1, 5.5), (2, 5.25)],
+    }
     publish.add(folder, content | {"points": [point, point | {"name": "full"}]})
     publish.add(folder, content | {"name": "a", "points": [point]})
     publish.add(folder, content | {"points": [point], "env": {"commit": "2"}})
@@ -428,6 +455,12 @@ KILLED = supervisor.killed(0, peak_bytes=1, together_bytes=1, limit_bytes=1, oom
             "Start anyway with force=true. What",
             "does not fit",
             "GPU memory: too little",
+        ),
+        (
+            3,
+            "\nremat: the launch has 8 ranks and this machine 4 GPUs. Start anyway with force=true",
+            "failed",
+            "exit code 3: the launch has 8",
         ),
         (3, "\nremat: cpu_adam cannot be built\n", "failed", "exit code 3: cpu_adam cannot be built"),
     ],
@@ -548,9 +581,20 @@ def test_a_launch_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(launch, "_run", stand_in(slot.run))
     result = launch.launch(slot, "key", 1, CPU)
     assert launch.stored(slot, "key") == result and result.status == "finished"
-    assert f"name=full run_id=r1 output_dir={tmp_path}" in result.command
+    assert shlex.split(result.command)[-2:] == ["run_id=r1", f'output_dir="{tmp_path}"']
     again = launch.launch(slot, "key", 1, CPU)  # over the folder of the first
     assert again.measured == result.measured
+
+
+def test_a_step_that_was_skipped_has_no_loss(tmp_path: Path) -> None:
+    folder = leave_files(tmp_path / "run", 1, items=ON_GPU)
+    record = folder / "metrics.jsonl"
+    before = measure.read(folder)
+    last = json.loads(record.read_text().splitlines()[-1])
+    skipped = json.dumps(last | {"loss/train": "NaN", "loss/eval": "NaN"})
+    record.write_text(f"{record.read_text()}\n{skipped}\n")
+    found = measure.read(folder)
+    assert found.loss == before.loss and found.eval_loss == before.eval_loss
 
 
 def test_a_run_without_its_files_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,6 +622,8 @@ def test_threads_are_those_asked_for_or_a_share_of_the_cores(
 
 
 def test_any_folder_is_a_word_that_hydra_reads() -> None:
-    for folder in ("outputs/lab", "out (1)", "a,b=c", "it's"):
-        run = compose.compose_run(["recipe=tiny_zero3_offload", f"output_dir={launch.quoted(folder)}"]).run
+    for folder in ("outputs/lab", "out (1)", "a,b=c", "it's", "résultats", 'a "b"', "a\\b"):
+        run = compose.compose_run(
+            ["recipe=tiny_zero3_offload", command_line.override("output_dir", folder)]
+        ).run
         assert run.output_dir == folder
