@@ -127,7 +127,8 @@ def draw_sweep(points: Sequence[Point], path: Path) -> None:
         fitting = [(x, y) for x, y, point in known if point.fits]
         others = [(x, y) for x, y, point in known if not point.fits]
         front = sorted((x, y) for x, y, point in known if point.on_pareto_front)
-        if front:
+        # the front is one of seconds per token, which is the drawn one where all steps have as many tokens
+        if front and len({point.planned.time.tokens for _, _, point in known if point.planned}) == 1:
             axes.plot(
                 *zip(*front, strict=True), color=LIGHT.green, drawstyle="steps-post", label="front", zorder=2
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -47,6 +48,7 @@ from remat.report.console import say_perplexity
 from remat.report.page import Page, Picture, Table, render
 from remat.report.run_dir import retreats
 from remat.report.tracking import RECORD, read_metrics
+from remat.saving import manifest
 
 MEMORY_ROWS = {
     GPU_ALLOCATED_PEAK_GIB: "GPU allocated, peak",
@@ -463,11 +465,11 @@ def _number(value: float | None) -> str:
 
 def _saved_table(run_dir: Path) -> Table:
     cells = []
-    for manifest in sorted(run_dir.glob("saved/step-*/manifest.json")):
-        files = [path for path in manifest.parent.rglob("*") if path.is_file()]
-        size_gib = sum(path.stat().st_size for path in files) / GIB
-        ranks = read_record(manifest).get("world_size", "")
-        cells.append((manifest.parent.name, f"{size_gib:.3g}", str(len(files)), str(ranks)))
+    for folder in sorted((run_dir / manifest.SAVED).glob(f"{manifest.STEP}*")):
+        with contextlib.suppress(manifest.SaveError):  # damaged, or removed meanwhile by the run
+            state = manifest.read(folder)
+            sizes = (f"{state.size_bytes / GIB:.3g}", str(len(state.files)), str(state.world_size))
+            cells.append((folder.name, *sizes))
     return Table("Saved states", ("complete states on disk", "GiB", "files", "ranks"), cells)
 
 

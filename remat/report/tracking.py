@@ -90,11 +90,11 @@ class Tracker:
             view.begin()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one row. Numbers that are not finite are written as "NaN", "Infinity", "-Infinity"."""
+        """Append one row. JSON has no numbers that are not finite: they become "NaN", "Infinity", "-Infinity"."""
         if not self._is_main:
             return
         row: dict[str, float | str] = {"step": step, "time_unix_s": round(time.time(), 3)}
-        row |= {name: _jsonable(value) for name, value in metrics.items()}
+        row |= {name: v if math.isfinite(v) else json.dumps(v) for name, v in metrics.items()}
         try:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
@@ -130,10 +130,16 @@ class Tracker:
             self._wandb.close(0)
 
     def finish(self, exit_code: int) -> None:
-        """Close the record, and W&B within FINISH_TIMEOUT_S + LAST_WAIT_S. May be called more than once."""
+        """Close the record, then W&B and TensorBoard, each within FINISH_TIMEOUT_S + LAST_WAIT_S.
+
+        May be called more than once.
+        """
         if not self._is_main:
             return
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # closing writes the rows that a full disk did not take
+            self._warn_once(f"{self._path} cannot be closed ({error}); its last rows are lost")
         for view in filter(None, (self._wandb, self._tensorboard)):
             view.finish(exit_code)
 
@@ -168,16 +174,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:  # the process died or the disk filled while this row was written
             continue
     return rows
-
-
-def _jsonable(value: float) -> float | str:
-    """Replace a number that is not finite by a string that W&B and Python's float() read.
-
-    JSON has no NaN.
-    """
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
 class _View(threading.Thread):

@@ -17,6 +17,7 @@ from remat.config.options import ConfigError
 from remat.report import run_dir, run_report
 from remat.report.charts import LIGHT, charts
 from remat.report.run_report import draw
+from tests.saving.test_manifest import make as state_of
 
 
 @pytest.fixture(autouse=True)
@@ -233,9 +234,10 @@ def test_facts_ledger_and_saved_states(tmp_path: Path) -> None:
     ledger = {"rows": [{"category": "GPU peak", "planned": 50.0, "measured": 55.0, "unit": "GiB"}]}
     env = {"world_size": 8, "gpu": "H100", "torch": "2.13.0"}
     run_dir = make(tmp_path / "run", [row(10)], config_yaml=config, ledger_json=ledger, env_json=env)
-    state = run_dir / "saved" / "step-000010"
-    state.mkdir(parents=True)
-    (state / "manifest.json").write_text('{"world_size": 8}')
+    for step in (10, 15):
+        state_of(run_dir / "saved" / f"step-{step:06}")
+    damaged = run_dir / "saved" / "step-000015" / "manifest.json"
+    damaged.write_bytes(damaged.read_bytes().replace(b"weights", b"we\xffghts"))
     (run_dir / "saved" / "tmp-step-000020").mkdir()
     draw(run_dir)
     text = page_of(run_dir).text
@@ -244,8 +246,8 @@ def test_facts_ledger_and_saved_states(tmp_path: Path) -> None:
     assert "8 x H100" in text
     assert "64 blocks per step, 2 per rank and pass, 4096 tokens each" in text
     assert "GPU peak, GiB 50.00 55.00 +10.0%" in text
-    assert "step-000010" in text
-    assert "step-000020" not in text
+    assert "step-000010 9.55e-06 2 2" in text
+    assert "step-000015" not in text and "step-000020" not in text
     assert "verysecret" not in text
 
 
