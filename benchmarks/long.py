@@ -45,6 +45,7 @@ from remat.planning.settings import ladder, search  # noqa: E402
 from remat.planning.settings.choices import joined  # noqa: E402
 from remat.report.charts import LIGHT, style  # noqa: E402
 from remat.training.ledger import MICRO_BATCH  # noqa: E402
+from scripts import generated  # noqa: E402
 from scripts.generated import between, update  # noqa: E402
 
 RESULTS, WORK = ROOT / "benchmarks" / "results", ROOT / "outputs" / "long"
@@ -314,15 +315,12 @@ def table(points: Sequence[Mapping[str, Any]]) -> str:
     """Lengths across, rungs down: measured MiB, and the error of the plan."""
     lengths = sorted({row["seq_len"] for row in points})
     by_place = {(row["rung"], row["seq_len"]): row for row in points}
-    lines = [
-        f"| rung | {' | '.join(f'{tokens:,} tokens' for tokens in lengths)} |",
-        "|---" + "|---:" * len(lengths) + "|",
-    ]
-    lines += [
-        f"| {rung} | {' | '.join(cell(by_place.get((rung, tokens))) for tokens in lengths)} |"
+    head = ["rung", *(f"{tokens:,} tokens" for tokens in lengths)]
+    rows = [
+        (rung, *(cell(by_place.get((rung, tokens))) for tokens in lengths))
         for rung in dict.fromkeys(row["rung"] for row in points)
     ]
-    return "\n".join([*lines, "", closing(points)])
+    return "\n".join([generated.table(head, rows, range(1, len(head))), "", closing(points)])
 
 
 def closing(points: Sequence[Mapping[str, Any]]) -> str:

@@ -1,7 +1,7 @@
 """Plans beside memory that others measured and published: `python benchmarks/published.py [--check]`.
 
-Plans every row of published.yaml, keeps the figures in results/published.json (`--plan` plans those that it lacks), and
-writes the table of docs/plan-accuracy.md.
+Writes the table of docs/plan-accuracy.md from results/published.json. With `--plan` it first plans the rows of
+published.yaml that this file lacks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from remat.config import compose  # noqa: E402
 from remat.config.units import GIB  # noqa: E402
 from remat.planning.plan import FRAGMENTATION, Planned, make_plan  # noqa: E402
+from scripts import generated  # noqa: E402
 from scripts.generated import between, update  # noqa: E402
 
 ROWS, RESULT = ROOT / "benchmarks" / "published.yaml", ROOT / "benchmarks" / "results" / "published.json"
@@ -113,18 +114,17 @@ def verdict(row: Row, planned: dict[str, float]) -> str:
 def table() -> str:
     sources, rows = read()
     found = json.loads(RESULT.read_text())
-    lines = [
-        "| source | run | published | what | planned allocated | planned at most | error, or place in the band | why |",
-        "|---|---|---:|---|---:|---:|---|---|",
-    ]
+    head = (
+        *("source", "run", "published", "what", "planned allocated", "planned at most"),
+        *("error, or place in the band", "why"),
+    )
+    lines = []
     for row in rows:
         planned, source = found[row.key], sources[row.source]
         most = "" if row.kind == "allocated" else f"{planned[f'{row.kind}_at_most']:.2f}"
         why = "the setting is known" if row.known else row.note
-        lines.append(
-            f"| [{source['where']}]({source['url']}) | {row.what} | {row.gib:.2f} | {row.kind} "
-            f"| {planned['allocated']:.2f} | {most} | {verdict(row, planned)} | {why} |"
-        )
+        where, allocated = f"[{source['where']}]({source['url']})", f"{planned['allocated']:.2f}"
+        lines.append((where, row.what, f"{row.gib:.2f}", row.kind, allocated, most, verdict(row, planned), why))
     known = [abs(found[row.key]["allocated"] / row.gib - 1) for row in rows if row.known]
     others = [row for row in rows if row.kind != "allocated"]
     verdicts = [verdict(row, found[row.key]) for row in others]
@@ -135,7 +135,7 @@ def table() -> str:
         f"{max(known):.1%} off. {inside} of {len(others)} reserved and device figures lie inside the band"
         + (f"; {perhaps} do if their GB are 1e9 bytes." if perhaps else ".")
     )
-    return "\n".join([*lines, "", closing])
+    return "\n".join([generated.table(head, lines, right=(2, 4, 5)), "", closing])
 
 
 def renewed(page: str) -> str:

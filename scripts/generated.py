@@ -1,10 +1,11 @@
-"""What the scripts that write tables into pages have in common: replace what lies between two marks; --check."""
+"""What the scripts that write tables into pages share: a table, replace what lies between two marks, --check."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def between(page: str, mark: str, end: str, text: str) -> str:
@@ -13,6 +14,13 @@ def between(page: str, mark: str, end: str, text: str) -> str:
     assert found, f"the page has no {mark}"
     _, _, after = rest.partition(end)
     return f"{before}{mark}\n\n{text}\n\n{end}{after}"
+
+
+def table(head: Sequence[str], rows: Iterable[Iterable[Any]], right: Collection[int] = ()) -> str:
+    """A Markdown table; the columns whose numbers are in `right` are set to the right."""
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
+    rule = "|".join("---:" if place in right else "---" for place in range(len(head)))
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
 
 
 def update(path: Path, renewed: Callable[[str], str]) -> int:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from remat.config import compose  # noqa: E402
 from remat.planning import policies  # noqa: E402
-from scripts.generated import between, update  # noqa: E402
+from scripts.generated import between, table, update  # noqa: E402
 
 PAGE = ROOT / "docs" / "granularity.md"
 GRID = ROOT / "docs" / "granularity.json"
@@ -31,10 +31,9 @@ def grid(results: dict[str, dict[str, str]]) -> str:
     """Modes down, strategies across; a refusal is a number, its text stands below."""
     columns = list(next(iter(results.values())))
     reasons: list[str] = []
-    lines = [f"| `checkpointing=` | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for mode, row in results.items():
-        lines.append(f"| {mode} | {' | '.join(_cell(row[column], reasons) for column in columns)} |")
-    return "\n".join([*lines, "", *(f"{index}. {text}" for index, text in enumerate(reasons, 1))])
+    rows = [(mode, *(_cell(row[column], reasons) for column in columns)) for mode, row in results.items()]
+    notes = [f"{index}. {text}" for index, text in enumerate(reasons, 1)]
+    return "\n".join([table(["`checkpointing=`", *columns], rows), "", *notes])
 
 
 def _cell(text: str, reasons: list[str]) -> str:
@@ -50,10 +49,9 @@ def counted() -> str:
     """Every policy on Llama 3.1 8B at 4096 tokens."""
     rows = [policies.cells(row) for row in policies.rows(COUNTED_ON)]
     width = len(policies.HEADINGS)
-    lines = [f"| {' | '.join(policies.HEADINGS)} |", "|---" + "|---:" * (width - 1) + "|"]
-    lines += [f"| {' | '.join([*row, *[''] * (width - len(row))])} |" for row in rows]
+    filled = ([*row, *[""] * (width - len(row))] for row in rows)
     caption = policies.caption(compose.compose_run(COUNTED_ON).run).replace("\n", " ")
-    return "\n".join([*lines, "", caption])
+    return "\n".join([table(policies.HEADINGS, filled, range(1, width)), "", caption])
 
 
 def renewed(page: str) -> str:

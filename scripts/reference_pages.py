@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 from remat import cli  # noqa: E402
 from remat.config import compose, reference  # noqa: E402
-from scripts.generated import update  # noqa: E402
+from scripts.generated import table, update  # noqa: E402
 
 OPTIONS, COMMANDS = ROOT / "docs" / "options.md", ROOT / "docs" / "commands.md"
 ABOUT_OPTIONS = """\
@@ -37,19 +37,18 @@ TRAIN = compose.USAGE.format(recipes="those that `remat recipes` lists", groups=
 
 def option_page(_: str = "") -> str:
     """Return docs/options.md: the groups, then a table for each section."""
-    parts = [ABOUT_OPTIONS, "## Groups", "| group | choices |\n|---|---|"]
-    parts[-1] += "".join(
-        f"\n| `{group}=` | {', '.join(f'`{choice}`' for choice in choices)} |"
+    groups = [
+        (f"`{group}=`", ", ".join(f"`{choice}`" for choice in choices))
         for group, choices in compose.group_choices().items()
-    )
+    ]
+    parts = [ABOUT_OPTIONS, "## Groups", table(("group", "choices"), groups)]
     for section in reference.sections():
         if not section.options:
             continue
-        rows = "".join(f"\n| {' | '.join(_cells(option))} |" for option in section.options)
         parts += [
             f"## {section.name or 'The run'}",
             *([section.sentence] if section.name else []),
-            f"| option | type | default | unit | what it is |\n|---|---|---|---|---|{rows}",
+            table(("option", "type", "default", "unit", "what it is"), map(_cells, section.options)),
         ]
     return "\n\n".join(parts) + "\n"
 
@@ -77,9 +76,7 @@ def command_page(_: str = "") -> str:
         rows = [record for parameter in command.params if (record := _record(parameter, inner))]
         parts += [f"## remat {name}", f"    {usage}", (command.help or "").strip()]
         if rows:
-            parts.append(
-                "| argument | what it is |\n|---|---|" + "".join(f"\n| `{a}` | {b} |" for a, b in rows)
-            )
+            parts.append(table(("argument", "what it is"), ((f"`{a}`", b) for a, b in rows)))
     parts += ["## train.py", "```text\n" + TRAIN.strip() + "\n```"]
     return "\n\n".join(parts) + "\n"
 

@@ -21,7 +21,7 @@ from remat.config import compose  # noqa: E402
 from remat.config.units import GIB  # noqa: E402
 from remat.planning.plan import Planned, Recordings, needed_bytes  # noqa: E402
 from remat.planning.settings.search import Search  # noqa: E402
-from scripts.generated import between, update  # noqa: E402
+from scripts.generated import between, table, update  # noqa: E402
 
 PAGE, FOUND = ROOT / "docs" / "strategies.md", ROOT / "docs" / "strategies.json"
 MARK, END = "<!-- strategies: written by scripts/strategy_table.py -->", "<!-- end of strategies -->"
@@ -120,9 +120,9 @@ def tables() -> str:
 
 def _overview(cells: list[dict[str, Any]]) -> str:
     """Return a table of machines against models: the first method of METHODS that fits."""
-    lines = [f"| machine | {' | '.join(MODELS)} |", "|---" * (len(MODELS) + 1) + "|"]
+    rows = []
     for card, count in itertools.product(CARDS, COUNTS):
-        row = []
+        row = [f"{count} x {card.gib} GB"]
         for model in MODELS:
             fits = {
                 c["method"]: c.get("fits", False)
@@ -131,25 +131,20 @@ def _overview(cells: list[dict[str, Any]]) -> str:
             }
             first = next((method for method in METHODS if fits.get(method, True)), "-")
             row.append(first if first in fits or first == "-" else "?")
-        lines.append(f"| {count} x {card.gib} GB | {' | '.join(row)} |")
-    return "\n".join(lines)
+        rows.append(row)
+    return table(["machine", *MODELS], rows)
 
 
 def _of_card(cells: list[dict[str, Any]]) -> str:
-    lines = [
-        "| model | cards | trained | add to the command | GPU GiB | host GiB | tokens/s |",
-        "|---|---:|---|---|---:|---:|---:|",
-    ]
+    head = ("model", "cards", "trained", "add to the command", "GPU GiB", "host GiB", "tokens/s")
+    rows = []
     for cell in cells:
         if not cell.get("fits"):
             continue
-        words = " ".join(cell["overrides"])
-        named = f"`recipe={METHODS[cell['method']]} {words}`"
-        lines.append(
-            f"| {cell['model']} | {cell['cards']} | {cell['method']} | {named} | {cell['gpu_gib']} "
-            f"| {cell['host_gib']} | {cell['tokens_per_s']:,} |"
-        )
-    return "\n".join(lines)
+        named = f"`recipe={METHODS[cell['method']]} {' '.join(cell['overrides'])}`"
+        sizes = (cell["gpu_gib"], cell["host_gib"], f"{cell['tokens_per_s']:,}")
+        rows.append((cell["model"], cell["cards"], cell["method"], named, *sizes))
+    return table(head, rows, right=(1, 4, 5, 6))
 
 
 def renewed(page: str) -> str:

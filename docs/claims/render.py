@@ -32,6 +32,7 @@ from remat.planning.plan import (  # noqa: E402
 )
 from remat.planning.simulation.timeline import LOSS  # noqa: E402
 from remat.planning.simulation.types import Category, Phase  # noqa: E402
+from scripts.generated import table  # noqa: E402
 
 CLAIMS, INTRODUCTION, PAGE = HERE / "claims.yaml", HERE / "introduction.md", ROOT / "docs" / "claims.md"
 LAB, GRID = ROOT / "benchmarks" / "results" / "lab", ROOT / "docs" / "granularity.json"
@@ -442,11 +443,6 @@ def render_claim(name: str, claim: Claim) -> tuple[str, str]:
         "\n".join(f"    remat plan {claim.overrides(run)}" for run in claim.runs),
     ]
     return f"| {head} | {verdict} | {instead or 'as claimed'} |", "\n\n".join(filter(None, section))
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in [head, *rows]]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def render_page(claims: Mapping[str, Claim]) -> str:
