@@ -24,7 +24,7 @@ def environment(device: str) -> dict[str, Any]:
         "cuda": torch.version.cuda if on_gpu else None,
         "driver": driver() if on_gpu else None,
         "attention": attention_kernel(device) if on_gpu else None,
-        "host_bytes": host_memory().total_bytes,
+        "host_bytes": host_memory().limit_bytes,
         "cpu_cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),

@@ -61,7 +61,9 @@ def _of_all_commands(
 @app.command("ds-config", context_settings=WITH_OVERRIDES, options_metavar=OVERRIDES)
 def ds_config_command(
     ctx: typer.Context,
-    world_size: Annotated[int, typer.Option(help="Ranks of the run; batch sizes depend on it.")] = 0,
+    world_size: Annotated[
+        int, typer.Option(help="Ranks of the run; default: those of hardware.", show_default=False)
+    ] = 0,
 ) -> None:
     """Print the complete DeepSpeed config of a run, ready for --deepspeed_config."""
     from remat.config import compose
@@ -315,8 +317,12 @@ def _console() -> Console:
 @app.command("compare", context_settings=WITH_OVERRIDES, options_metavar=OVERRIDES)
 def compare_command(
     ctx: typer.Context,
-    repeats: Annotated[int, typer.Option(help="Launches of each point; default: the experiment's, or 2")] = 0,
-    ranks: Annotated[int, typer.Option(help="Ranks of each launch; default: the experiment's, or 1")] = 0,
+    repeats: Annotated[
+        int, typer.Option(help="Launches of each point; default: the experiment's, or 2", show_default=False)
+    ] = 0,
+    ranks: Annotated[
+        int, typer.Option(help="Ranks of each launch; default: the experiment's, or 1", show_default=False)
+    ] = 0,
     baseline: Annotated[
         str, typer.Option(help="What times are set against: option=value, or a point's name")
     ] = "",
@@ -544,7 +550,10 @@ def doctor(
     build: Annotated[
         list[str] | None, typer.Option(help="Ops to build and run; default: all that can be")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="With recipe=NAME: ranks on this machine; default: its GPUs")] = 0,
+    ranks: Annotated[
+        int,
+        typer.Option(help="With recipe=NAME: ranks on this machine; default: its GPUs", show_default=False),
+    ] = 0,
 ) -> None:
     """Check what this machine has: versions, cores, memory, disk; build and run ops. Exit code 3: something is missing.
 

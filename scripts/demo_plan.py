@@ -24,6 +24,9 @@ def main(overrides: list[str]) -> int:
     except ConfigError as error:
         print(f"\nremat: {error}\n", file=sys.stderr)
         return 2
+    if run.train.steps is None:
+        print("\nscripts/demo.sh stops half way: give train.steps=N, not train.epochs alone\n", file=sys.stderr)
+        return 2
     folder = Path(run.output_dir).expanduser() / run.name / str(run.run_id)
     print(torch.cuda.device_count(), run.train.steps // 2, folder)
     return 0

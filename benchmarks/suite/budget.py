@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 OWN = ROOT / "benchmarks" / "results"
 RESULTS = OWN / "gpu"
 GRACE_S = 20  # for a point that took too long to write what it has
-OWN_RESULTS = {"accuracy", "policies", "overhead", "lab", "ladder"}  # they write files of their own
+OWN_RESULTS = {"accuracy", "policies", "overhead", "lab", "ladder", "budget"}  # they write files of their own
 
 
 def main() -> int:
@@ -215,8 +215,8 @@ def gather(folder: Path, results: Path) -> None:
         if rows and section not in OWN_RESULTS:
             write(results / f"{section}.json", rows)
     if results != RESULTS:  # the scripts write to their own place
-        made = {path.name: path for path in (*OWN.glob("*_cuda.json"), OWN / "plan_accuracy.json")}
-        made |= {f"lab-{path.name}": path for path in (OWN / "lab").glob("*-gpu.json")}
+        made = {path.name: path for path in (*OWN.glob("*_cuda.*"), OWN / "plan_accuracy.json")}
+        made |= {f"lab-{path.name}": path for path in (OWN / "lab").iterdir()}
         for name, path in made.items():
             if path.exists():
                 shutil.copyfile(path, results / name)
