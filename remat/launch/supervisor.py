@@ -39,7 +39,16 @@ NEARLY_ALL = 0.9  # of host memory
 
 
 def say(text: str) -> None:
-    print(f"remat launch: {text}", file=sys.stderr, flush=True)
+    show(f"remat launch: {text}")
+
+
+def show(text: str) -> None:
+    """Print to standard error. Once nobody listens (a closed terminal, a pipe without reader), go on unheard."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        # what is left in the buffer goes there too, else Python would exit with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def short(path: Path) -> str:
@@ -73,7 +82,7 @@ def show_tail(rank: int, log: Path) -> None:
     if log.exists():
         say(f"the last lines of rank {rank}, which failed first:")
         lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        print("\n".join(f"  {line}" for line in lines), file=sys.stderr, flush=True)
+        show("\n".join(f"  {line}" for line in lines))
 
 
 PEERS_S = 10.0  # time for ranks to end by themselves after another has failed

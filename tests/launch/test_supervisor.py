@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,6 +168,28 @@ def test_only_the_shared_buffers_of_this_run_go(tmp_path: Path) -> None:
     other.touch()
     processes.remove_shared_buffers(4001, tmp_path)
     assert not mine.exists() and other.exists()
+
+
+UNHEARD = """
+import sys
+from pathlib import Path
+from remat import cli
+from remat.launch import node_agent, supervisor
+supervisor.say("SIGINT sent to 2 ranks")
+supervisor.show_tail(1, Path(sys.argv[1]))
+node_agent._tell(began=2)
+sys.exit(cli._tell(ValueError("it ends"), 75))
+"""
+
+
+def test_a_launch_goes_on_when_nobody_listens(tmp_path: Path) -> None:
+    """As after Ctrl-C in `remat launch ... 2>&1 | tee log`: tee is gone first, while ranks still save."""
+    (tmp_path / "rank-1.log").write_text("its last line\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", UNHEARD, str(tmp_path / "rank-1.log")]
+    assert subprocess.run(command, stdout=writer, stderr=writer, timeout=120, check=False).returncode == 75
+    os.close(writer)
 
 
 @pytest.mark.parametrize(("command", "shared"), [("launch", False), ("plan", True)])
