@@ -274,8 +274,7 @@ def _compose_resumed(words: list[str], search: list[str], place: str) -> tuple[R
             group = word.partition("=")[0]
             cfg[group] = choices[group]
     _set_all(cfg, values)
-    if any(word.startswith("peft") for word in words):
-        _let_adapters_bring_lr(cfg, words)
+    _let_adapters_bring_lr(cfg, words)
     if secret := resumed.hidden(OmegaConf.to_container(cfg)):  # type: ignore[arg-type]
         raise ConfigError(
             f"{file} does not hold the value of {', '.join(secret)}, which is secret: give it again"
