@@ -34,7 +34,7 @@ class RunValues:
 
     `world_size` counts the ranks that read data of their own. Where ranks share layers or sequences it counts their
     groups, each of `ranks_per_group` ranks. None: not known yet; then values that depend on it are neither checked
-    nor filled in.
+    nor filled in. ZeRO divides parameters that lie on NVMe among the ranks of all groups.
     `pin_memory_possible` is false without CUDA: torch pins host memory for an accelerator only, so pin_memory is
     then written as false. `largest_param`, when given, is checked against the NVMe parameter buffers.
     `optimizer` is optim.name: ZeRO must be told to take one that DeepSpeed has not tested. `states` is optim.states.
@@ -473,20 +473,24 @@ def _nvme(path: str, inside: Mapping[str, Any], nvme_path: str | None) -> list[s
 
 def _param_buffer(path: str, inside: Mapping[str, Any], values: RunValues) -> list[str]:
     """Check that a parameter's shard fits a swap buffer (partitioned_param_swapper.py:304 asserts it while loading)."""
-    size, shard = inside.get("buffer_size"), _largest_shard(values)
+    size, shard, ranks = inside.get("buffer_size"), _largest_shard(values), _sharding_ranks(values)
     if not isinstance(size, (int, float)) or shard is None or shard <= size:
         return []
     return [
         f"{path}.buffer_size={size:.0f} is smaller than the largest parameter's shard, {shard} elements on each of "
-        f"{values.world_size} ranks: set deepspeed.overrides.{path}.buffer_size={shard}"
+        f"{ranks} ranks: set deepspeed.overrides.{path}.buffer_size={shard}"
     ]
 
 
 def _largest_shard(values: RunValues) -> int | None:
     """Return the elements that a rank holds of the largest parameter; None where model or ranks are not known."""
-    if values.largest_param is None or values.world_size is None:
-        return None
-    return math.ceil(values.largest_param / values.world_size)
+    ranks = _sharding_ranks(values)
+    return math.ceil(values.largest_param / ranks) if values.largest_param is not None and ranks else None
+
+
+def _sharding_ranks(values: RunValues) -> int | None:
+    """Return how many ranks ZeRO divides a parameter on NVMe among; ranks that share layers keep none there."""
+    return values.world_size and values.world_size * values.ranks_per_group
 
 
 def contradiction(path: str, given: Any, value: Any, values: RunValues) -> list[str]:
