@@ -1,9 +1,9 @@
 """Render DeepSpeed's configuration: a JSON file with Hugging Face's "auto" values becomes a complete, explicit dict.
 
 Nothing here touches a device or imports DeepSpeed. Precedence, weakest first: the JSON file, `deepspeed.overrides`
-(deep merge; null deletes a key), the values the run owns. No "auto" is left, and every value whose default could
-matter is written, so the dict does not depend on DeepSpeed's defaults. Each problem is a line that names key, value and
-remedy.
+(deep merge; null deletes a key, also in the file), the values the run owns. No "auto" is left, and every value whose
+default could matter is written, so the dict does not depend on DeepSpeed's defaults. Each problem is a line that names
+key, value and remedy.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def render(raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunValu
 
     Raises one ConfigError with every problem, one per line.
     """
-    merged = merge(raw, overrides)
+    merged = merge(merge({}, raw), overrides)  # null in the file means what it means in an override
     unknown = unknown_at_top(merged)
     if found := stage(merged):
         raise ConfigError("\n".join([*unknown, *found, *_accumulation_problem(values)]))

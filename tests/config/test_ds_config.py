@@ -449,6 +449,17 @@ def test_ranks_that_share_a_sequence_have_shards_of_their_own() -> None:
     assert "200000001 elements on each of 8 ranks" in only_problem(raw, **groups)
 
 
+@pytest.mark.parametrize(
+    "key", ["bf16", "timers", "checkpoint", "steps_per_print", "zero_optimization.sub_group_size"]
+)
+def test_null_in_the_file_is_a_key_that_is_not_there(key: str) -> None:
+    """As in an override."""
+    section, _, inside = key.rpartition(".")
+    raw: dict[str, Any] = copy.deepcopy(ZERO3)
+    (raw[section] if section else raw)[inside] = None
+    assert ds_config.render(raw, {}, VALUES) == ds_config.render(ZERO3, {}, VALUES)
+
+
 def test_all_problems_at_once() -> None:
     raw = {"zero_optimization": {"stage": 3, "typo": 1}, "optimizer": {}, "gradient_clipping": 9}
     found = problems(raw, global_batch_size=33)
