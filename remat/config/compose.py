@@ -14,6 +14,7 @@ import functools
 import os
 import pickle
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -507,8 +508,9 @@ def _opened(override: str) -> str:
     An option of a source of data.mix is written as a part of data.mix: Hydra cannot tell that a new name is a source.
     """
     key, _, value = override.partition("=")
-    if value.startswith("~/"):  # the shell does not expand ~ after a =
-        return command_line.override(key, value)
+    if "~/" in value:  # the shell does not expand ~ after a =, and Hydra's grammar does not read it
+        value = command_line.in_quotes(value, "~/")
+        override = f"{key}={value}"
     if key.startswith("data.mix.") and key.count(".") == 3:
         _, _, source, option = key.split(".")
         return f"++data.mix={{{source}: {{{option}: {value}}}}}"
@@ -552,7 +554,7 @@ def _explain(override: str, error: Exception) -> str:
         return f"{override}: {_explain_word(override)}"
     cause = _first_cause(error)
     if "override_grammar" in cause:
-        return f"{option}={value}: this cannot be read; put the value in quotes: {command_line.quoted(option, value)}"
+        return f"{option}={value}: this cannot be read; {_explain_quotes(option, value)}"
     if "'local/default'" in cause:
         return f"local/default.yaml, your own defaults: {cause.partition(';')[2].strip()}; correct that file"
     choices = list(_recipe_files()) if option == "recipe" else group_choices().get(option, [])
@@ -567,6 +569,15 @@ def _explain(override: str, error: Exception) -> str:
     if known := ", ".join(item.name for item in fields(MixedSource)) * ("MixedSource" in cause):
         return f"{option}={value}: {cause}: a source has {known}"
     return f"{option}={value}: {_explain_value(option, value, cause)}"
+
+
+def _explain_quotes(option: str, value: str) -> str:
+    """Return what to put in quotes in a value that Hydra's grammar cannot read."""
+    if value.startswith("{"):
+        return "put each text in it in quotes"
+    if value.startswith("[") and value.endswith("]"):
+        return f"put each item in quotes: {shlex.quote(f'{option}={command_line.in_quotes(value)}')}"
+    return f"put the value in quotes: {command_line.quoted(option, value)}"
 
 
 def _explain_word(word: str) -> str:
