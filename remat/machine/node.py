@@ -91,9 +91,7 @@ def smallest(machines: Sequence[Machine]) -> Machine:
 
 def disk(folder: str) -> Disk:
     """Return the Disk that `folder` is on, or will be made on: that of its nearest parent that exists."""
-    path = paths.expand(folder).absolute()
-    while not path.exists():
-        path = path.parent
+    path = paths.nearest(folder)
     return Disk(folder, shutil.disk_usage(path).free, path.stat().st_dev)
 
 
