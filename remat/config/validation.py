@@ -20,6 +20,7 @@ from remat.config.options import (
     DataFormat,
     DataSource,
     FileType,
+    HardwareConfig,
     MixedSource,
     ModelConfig,
     ModelInit,
@@ -66,6 +67,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_held_out(cfg),
         *_streamed_length(cfg),
         *_profile(cfg.profile),
+        *_hardware(cfg.hardware),
         *_top(cfg),
     ]
 
@@ -792,6 +794,16 @@ def _profile(cfg: ProfileConfig) -> list[str]:
     if cfg.nvml_interval_s < 0:
         found.append(f"profile.nvml_interval_s={cfg.nvml_interval_s}: give seconds, or 0 for no samples")
     return found
+
+
+def _hardware(hardware: HardwareConfig) -> list[str]:
+    """Find figures of the machine by which a plan would divide, or which no machine has."""
+    figures = asdict(hardware) | {f"gpu_rates.{name}": rate for name, rate in hardware.gpu_rates.items()}
+    return [
+        f"hardware.{name}={value:g} must be above 0: give what the machine has, or leave it out where it is not known"
+        for name, value in figures.items()
+        if isinstance(value, (int, float)) and not value > 0
+    ]
 
 
 def _save(save: SaveConfig, peft: PeftConfig) -> list[str]:

@@ -268,6 +268,20 @@ def test_a_value_that_the_grammar_cannot_read_is_told_in_plain_words(word: str) 
     assert run(*quoted).data.path == word.partition("=")[2]
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "hardware.num_nodes=0",
+        "hardware.gpus_per_node=-1",
+        "hardware.gpu_link_gbs=0",
+        "hardware.gpu_memory_gib=nan",
+        "hardware.gpu_rates.memory_gbs=0",
+    ],
+)
+def test_a_figure_that_no_machine_has_is_refused(word: str) -> None:
+    assert f"{word} must be above 0" in message("recipe=tiny_zero3_offload", word)
+
+
 def test_each_item_of_a_list_that_cannot_be_read_is_put_in_quotes() -> None:
     text = message("data.path=[a=b,'c d']")
     assert run(*shlex.split(text.partition("each item in quotes: ")[2])).data.path == ["a=b", "c d"]
