@@ -37,7 +37,8 @@ KILL = "KILL"  # in place of a signal: end all ranks now
 EXPORTED = ("NCCL", "PYTHON", "MLFLOW", "MV2", "UCX", "GLOO", "DS_ACCELERATOR")
 ENV_FILE = ".deepspeed_env"  # DeepSpeed's file of variables for all nodes, NAME=value a line, here or in $HOME
 HOST = re.compile(r"(\S+)\s+slots=(\d+)(\s+#.*)?$")
-NO_ANSWER = {"ServerAliveInterval": 5, "ServerAliveCountMax": 4, "ConnectTimeout": 20}  # [s], times, [s]
+# to notice a lost node, [s], times, [s]; a connection that ssh shares (ControlMaster) would not use these options
+OF_SSH = {"ServerAliveInterval": 5, "ServerAliveCountMax": 4, "ConnectTimeout": 20, "ControlPath": "none"}
 SSH_FAILED = 255
 OTHERS_S = 60.0  # time for the other nodes to end by themselves after one has failed
 KILLED_S = 15.0  # time for nodes to end all their processes after KILL
@@ -154,7 +155,7 @@ class _Head:
         """Start an agent on `host`. Its ssh is killed when this process ends."""
         settings = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
         agent = shlex.join(["exec", "env", *settings, sys.executable, "-u", "-m", "remat.launch.node_agent"])
-        how = [word for name, value in NO_ANSWER.items() for word in ("-o", f"{name}={value}")]
+        how = [word for name, value in OF_SSH.items() for word in ("-o", f"{name}={value}")]
         how += ["-p", self.options["--ssh_port"]] if "--ssh_port" in self.options else []
         command = ["ssh", "-o", "BatchMode=yes", *how, host, f"cd {shlex.quote(str(Path.cwd()))} && {agent}"]
         process = subprocess.Popen(
