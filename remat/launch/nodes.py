@@ -80,7 +80,13 @@ def read_hostfile(path: Path, num_nodes: str | None) -> dict[str, int]:
         hosts[found[1]] = int(found[2])
     if not hosts:
         raise ConfigError(f"--hostfile {path} names no node: write `NAME slots=N`, a node a line")
-    return dict(list(hosts.items())[: int(num_nodes)] if num_nodes and num_nodes.isdigit() else hosts)
+    if num_nodes is None:
+        return hosts
+    if not num_nodes.isdecimal() or not 1 <= int(num_nodes) <= len(hosts):
+        raise ConfigError(
+            f"--num_nodes {num_nodes}: {path} names {', '.join(hosts)}; give 1 to {len(hosts)}, or leave it out for all"
+        )
+    return dict(list(hosts.items())[: int(num_nodes)])
 
 
 def _values(runner: list[str]) -> dict[str, str]:

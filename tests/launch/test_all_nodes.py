@@ -136,6 +136,11 @@ def test_some_of_the_nodes_and_the_file_for_their_environment(
 ) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     assert nodes.read_hostfile(tmp_path / "hosts", "1") == {"a": 2}
+    for number in ("0", "3", "two", "-1"):
+        with pytest.raises(
+            ConfigError, match=rf"^--num_nodes {number}: .*/hosts names a, b; give 1 to 2, or leave"
+        ):
+            nodes.read_hostfile(tmp_path / "hosts", number)
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".deepspeed_env").write_text("HF_HOME=/shared/hf\n\n")
     found = nodes.exported({"NCCL_IB_HCA": "mlx5", "SECRET": "x"})
