@@ -61,6 +61,8 @@ def test_without_a_script_it_is_the_training(tmp_path: Path, monkeypatch: pytest
     words = arguments.parse(["--num_gpus", "2", "--config-dir", "own", "recipe=mine"])
     assert (words.target, words.words) == ("remat.train", ["--config-dir", "own", "recipe=mine"])
     assert words.log_dir.parent == tmp_path / "outputs" / "logs"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert arguments.parse(["--log-dir=~/logs", "recipe=tiny"]).log_dir == tmp_path / "logs"
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,7 @@ def test_without_a_script_it_is_the_training(tmp_path: Path, monkeypatch: pytest
     [
         (["--num-gpus", "2", "train.py"], "did you mean --num_gpus?"),
         (["--num_gpus"], "--num_gpus needs a value"),
+        (["--num_gpus=", "recipe=a"], "--num_gpus needs a value"),
         (["--autotuning", "run", "train.py"], "call deepspeed itself"),
         (["--enable_each_rank_log", "x", "train.py"], "say --log-dir DIR"),
         (["--grace-s", "soon", "train.py"], "--grace-s soon is not a number of seconds"),
