@@ -36,6 +36,7 @@ from remat.machine.host_memory import host_memory, oom_kills
 
 TAIL_LINES = 30
 NEARLY_ALL = 0.9  # of host memory
+LONGEST_TMPDIR = 77  # bytes; a socket's path has at most 107, and a folder and a name take 30 of them
 
 
 def say(text: str) -> None:
@@ -144,13 +145,19 @@ def _launch_once(words: LaunchWords, more: dict[str, str], tell: Tell | None) ->
         raise ConfigError(f"--log-dir {words.log_dir}: {error.strerror}; choose another folder") from error
     processes.adopt_orphans()
     with contextlib.ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix="remat-launch-")
+        folder = _make_folder()
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         swapped = Path(folder) / "swapped"
         stack.callback(left_behind.remove, swapped)
         more = more | {left_behind.FILE: str(swapped)}
         supervisor = _Supervisor(words, Path(folder) / "keepers", stack, more, tell)
         return Ended(supervisor.run(), supervisor.stop is not None, supervisor.out_of_memory)
+
+
+def _make_folder() -> str:
+    """Make the folder of the keepers' socket, in /tmp where the path in TMPDIR would be too long for a socket."""
+    is_long = len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR
+    return tempfile.mkdtemp(prefix="remat-launch-", dir="/tmp" if is_long else None)
 
 
 @dataclass

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -193,6 +195,20 @@ def test_a_launch_goes_on_when_nobody_listens(tmp_path: Path) -> None:
     command = [sys.executable, "-c", UNHEARD, str(tmp_path / "rank-1.log")]
     assert subprocess.run(command, stdout=writer, stderr=writer, timeout=120, check=False).returncode == 75
     os.close(writer)
+
+
+@pytest.mark.parametrize("length", [77, 78, 200])
+def test_a_socket_has_room_where_temporary_files_lie_deep(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Path(tempfile.mkdtemp(dir="/tmp"))
+    deep = base / ("x" * (length - len(f"{base}/")))
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    folder = Path(supervisor._make_folder())
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "keepers"))
+    assert (folder.parent == deep) is (length == 77)
+    for made in (folder, base):
+        shutil.rmtree(made, ignore_errors=True)
 
 
 @pytest.mark.parametrize(("command", "shared"), [("launch", False), ("plan", True)])
