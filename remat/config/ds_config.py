@@ -12,7 +12,7 @@ import copy
 import difflib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from remat.config import ds_defaults, paths
 from remat.config.ds_defaults import OFFLOADS, SECOND_SHARDS, ZERO
 from remat.config.options import ConfigError, OptimName, OptimStates, Precision, RunConfig
 from remat.config.redact import is_secret
+from remat.config.resumed import flat
 from remat.config.units import format_count
 
 DEVICES = ("none", "cpu", "nvme")
@@ -576,7 +577,7 @@ def secrets(ds: Mapping[str, Any]) -> list[str]:
     """Find secrets: DeepSpeed writes its whole config into every saved state."""
     return [
         f"{path} is refused, it would be written into every saved state: set it in the environment and delete the key"
-        for path, value in _leaves(ds)
+        for path, value in flat(ds).items()
         if value and is_secret(path, value)
     ]
 
@@ -584,17 +585,9 @@ def secrets(ds: Mapping[str, Any]) -> list[str]:
 def leftover_auto(ds: Mapping[str, Any]) -> list[str]:
     return [
         f'{path}="auto": nothing fills this key; write a value'
-        for path, value in _leaves(ds)
+        for path, value in flat(ds).items()
         if value == "auto" and path != "data_types.keep_in_fp32_modules"  # DeepSpeed itself reads "auto" there
     ]
-
-
-def _leaves(ds: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in ds.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _word(value: Any) -> str:
