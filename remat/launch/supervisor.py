@@ -32,7 +32,7 @@ from remat.config.options import ConfigError
 from remat.config.units import GIB, format_count
 from remat.launch import arguments, exit_codes, left_behind, processes, rank_keeper, retreat, signals
 from remat.launch.arguments import LaunchWords
-from remat.machine.host_memory import host_memory, oom_kills
+from remat.machine.host_memory import host_memory, oom_kills, peak_rss_bytes
 
 TAIL_LINES = 30
 NEARLY_ALL = 0.9  # of host memory
@@ -404,7 +404,7 @@ class _Supervisor:
             self.tell(failed=text, code=exit_codes.of_process(code))
 
     def _why_killed(self, rank: _Rank) -> str:
-        together = rank.peak_rss_bytes + sum(processes.peak_rss_bytes(r.pid) for r in self.ranks if r.runs)
+        together = rank.peak_rss_bytes + sum(peak_rss_bytes(r.pid) for r in self.ranks if r.runs)
         before, after, limit = self.kills_before, oom_kills(), host_memory().limit_bytes
         kills = None if before is None or after is None else after - before
         text = killed(
