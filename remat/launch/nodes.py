@@ -136,7 +136,6 @@ class _Head:
         self.nodes: list[_Node] = []
         self.cause: _Cause | None = None
         self.kill_at = self.leave_at = NEVER
-        self.stopped = False
         self.events = selectors.DefaultSelector()
 
     def run(self) -> int:
@@ -225,10 +224,8 @@ class _Head:
             )
             for node in running:
                 node.send((signal.SIGTERM if signum == signal.SIGHUP else signum).name)
-            self.stopped = True
         else:
             say(f"{signum.name} before the ranks of all nodes began: nothing to save")
-            self.stopped = True
             self._kill()
 
     def _check(self) -> None:
@@ -236,7 +233,7 @@ class _Head:
         for node in self.nodes:
             if node.code is None and node.open == 0 and (code := node.process.poll()) is not None:
                 node.code = exit_codes.of_process(code)
-                self._node_ended(node)
+                self._node_ended(node, node.code)
         if now > self.kill_at:
             self.kill_at = NEVER
             say("the other nodes did not end by themselves: ending all their processes")
@@ -250,13 +247,11 @@ class _Head:
                     node.process.kill()
             self.leave_at = NEVER
 
-    def _node_ended(self, node: _Node) -> None:
-        if node.code in (0, exit_codes.STOPPED):
+    def _node_ended(self, node: _Node, code: int) -> None:
+        if code in (0, exit_codes.STOPPED):
             self.kill_at = min(self.kill_at, time.monotonic() + self.words.grace_s)  # others may still save
-        elif node.code != SSH_FAILED:
-            self._failed(
-                node, f"remat launch ended there with exit code {node.code}", node.code or exit_codes.FAILED
-            )
+        elif code != SSH_FAILED:
+            self._failed(node, f"remat launch ended there with exit code {code}", code)
         elif node.began:
             self._failed(
                 node, "no answer, or its remat launch was killed (ssh ended with 255)", exit_codes.FAILED
@@ -275,12 +270,9 @@ class _Head:
 
     def _end(self) -> int:
         signals.ignore(signals.OF_A_LAUNCH)
-        codes = [node.code for node in self.nodes]
-        if self.cause is None:
-            forced = next((code for code in codes if code not in (0, exit_codes.STOPPED)), None)
-            code = forced or (
-                exit_codes.STOPPED if exit_codes.STOPPED in codes or (self.stopped and any(codes)) else 0
-            )
+        if self.cause is None:  # each node ended with 0 or 75
+            stopped = any(node.code == exit_codes.STOPPED for node in self.nodes)
+            code = exit_codes.STOPPED if stopped else 0
         else:
             code = self.cause.code
             say(f"first cause, on {self.cause.host}: {self.cause.text}")
