@@ -786,14 +786,10 @@ def _compile(cfg: RunConfig) -> list[str]:
 
 
 def _profile(cfg: ProfileConfig) -> list[str]:
-    found = []
-    if cfg.after < 0:
-        found.append(f"profile.after={cfg.after}: give how many steps come before, 0 or more")
-    if cfg.steps < 1:
-        found.append(f"profile.steps={cfg.steps}: give at least 1, or profile=none")
-    if cfg.nvml_interval_s < 0:
-        found.append(f"profile.nvml_interval_s={cfg.nvml_interval_s}: give seconds, or 0 for no samples")
-    return found
+    return [
+        *_at_least(0, profile__after=cfg.after, profile__nvml_interval_s=cfg.nvml_interval_s),
+        *_at_least(1, profile__steps=cfg.steps),
+    ]
 
 
 def _hardware(hardware: HardwareConfig) -> list[str]:
