@@ -1,7 +1,8 @@
 """Compose a command line into one checked `RunConfig` with Hydra. Only this module imports hydra and omegaconf.
 
 Precedence, weakest first: dataclass default, `conf/` group, `conf/train.yaml`, a user's own
-`local/default.yaml`, recipe, command line.
+`local/default.yaml`, recipe, command line. With resume=FOLDER the run's own config.yaml takes the place of all but the
+groups and options of the command line.
 Hydra's compose API is used instead of `@hydra.main`: it writes no files, keeps one error path with our own exit
 code, and serves `train.py` and every `remat` command alike.
 """
