@@ -147,6 +147,24 @@ def test_the_rank_is_started_as_the_launcher_would() -> None:
     assert start(["--local_rank=0", "program", "./a.out", "x"]) == ["./a.out", "--local_rank=0", "x"]
 
 
+def test_a_program_that_cannot_be_started_is_told_and_has_the_code_127(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        env = {rank_keeper.SOCKET: str(tmp_path / "s"), rank_keeper.LOG_DIR: str(tmp_path), "LOCAL_SIZE": "1"}
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "remat.launch.rank_keeper", "program", "/no/such", "x"],
+            env=os.environ | env | {"RANK": "0", "LOCAL_RANK": "0"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        link, _ = listener.accept()
+        link.sendall(b"leave\n")
+        _, said = keeper.communicate(timeout=60)
+        link.close()
+    assert keeper.returncode == rank_keeper.EXIT_NOT_STARTED == 127 and "rank 0 cannot be started" in said
+
+
 def test_a_log_keeps_what_a_terminal_would_have_kept() -> None:
     lines = rank_keeper._Lines()
     drawn = b"\r\x1b[2K\x1b[31mstep 1\x1b[0m\n\r\x1b[2Kbar 1%\r\x1b[2Kbar 2%\r\x1b[2Kstep 2\r\n"
