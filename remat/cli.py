@@ -252,7 +252,9 @@ def _settings(args: list[str], run: RunConfig, limit: int, known: Recordings) ->
 
 def _tell(error: Exception, code: int) -> int:
     """Print why a command ends, and return its exit code."""
-    print(f"\nremat: {redact_text(str(error))}\n", file=sys.stderr)
+    from remat.launch.supervisor import show
+
+    show(f"\nremat: {redact_text(str(error))}\n")
     return code
 
 

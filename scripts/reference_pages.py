@@ -30,7 +30,8 @@ ABOUT_COMMANDS = """\
 This page is written by `python scripts/reference_pages.py` from the commands themselves.
 
 Exit codes: 0 finished, 1 an error that nothing here foresaw, 2 bad configuration, 3 does not fit or the machine is not
-able, 70 training failed, 75 stopped and resumable; `remat launch` also has 128 + N where signal N ended the ranks."""
+able, 70 training failed, 75 stopped and resumable, 130 a command ended by Ctrl-C; `remat launch` also has 128 + N where
+signal N ended the ranks, and 127 where the program after `--no_python` cannot be started."""
 
 TRAIN = compose.USAGE.format(recipes="those that `remat recipes` lists", groups="the groups of docs/options.md")
 

@@ -341,6 +341,15 @@ def override(key: str, value: str) -> str:
     return f'{key}="{inner}"'
 
 
+def in_quotes(value: str, beginning: str = "") -> str:
+    """Return a value in quotes if it has this beginning; of a list, [a,b], each such item. What is in quotes stays."""
+    if value.startswith("[") and value.endswith("]"):
+        items = read_values(f"={value[1:-1]}")
+        return f"[{','.join(in_quotes(item.strip(), beginning) for item in items)}]"
+    is_plain = value.startswith(beginning) and not value.startswith(tuple(QUOTES))
+    return override("", value).removeprefix("=") if is_plain else value
+
+
 def is_free_form(key: str) -> bool:
     """Return whether an option is a section that takes any key, or a part of one."""
     return any(key == section or key.startswith(f"{section}.") for section in hints.FREE_FORM)

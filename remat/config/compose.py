@@ -1,7 +1,8 @@
 """Compose a command line into one checked `RunConfig` with Hydra. Only this module imports hydra and omegaconf.
 
 Precedence, weakest first: dataclass default, `conf/` group, `conf/train.yaml`, a user's own
-`local/default.yaml`, recipe, command line.
+`local/default.yaml`, recipe, command line. With resume=FOLDER the run's own config.yaml takes the place of all but the
+groups and options of the command line.
 Hydra's compose API is used instead of `@hydra.main`: it writes no files, keeps one error path with our own exit
 code, and serves `train.py` and every `remat` command alike.
 """
@@ -14,6 +15,7 @@ import functools
 import os
 import pickle
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -274,8 +276,7 @@ def _compose_resumed(words: list[str], search: list[str], place: str) -> tuple[R
             group = word.partition("=")[0]
             cfg[group] = choices[group]
     _set_all(cfg, values)
-    if any(word.startswith("peft") for word in words):
-        _let_adapters_bring_lr(cfg, words)
+    _let_adapters_bring_lr(cfg, words)
     if secret := resumed.hidden(OmegaConf.to_container(cfg)):  # type: ignore[arg-type]
         raise ConfigError(
             f"{file} does not hold the value of {', '.join(secret)}, which is secret: give it again"
@@ -508,8 +509,9 @@ def _opened(override: str) -> str:
     An option of a source of data.mix is written as a part of data.mix: Hydra cannot tell that a new name is a source.
     """
     key, _, value = override.partition("=")
-    if value.startswith("~/"):  # the shell does not expand ~ after a =
-        return command_line.override(key, value)
+    if "~/" in value:  # the shell does not expand ~ after a =, and Hydra's grammar does not read it
+        value = command_line.in_quotes(value, "~/")
+        override = f"{key}={value}"
     if key.startswith("data.mix.") and key.count(".") == 3:
         _, _, source, option = key.split(".")
         return f"++data.mix={{{source}: {{{option}: {value}}}}}"
@@ -553,7 +555,7 @@ def _explain(override: str, error: Exception) -> str:
         return f"{override}: {_explain_word(override)}"
     cause = _first_cause(error)
     if "override_grammar" in cause:
-        return f"{option}={value}: this cannot be read; put the value in quotes: {command_line.quoted(option, value)}"
+        return f"{option}={value}: this cannot be read; {_explain_quotes(option, value)}"
     if "'local/default'" in cause:
         return f"local/default.yaml, your own defaults: {cause.partition(';')[2].strip()}; correct that file"
     choices = list(_recipe_files()) if option == "recipe" else group_choices().get(option, [])
@@ -568,6 +570,15 @@ def _explain(override: str, error: Exception) -> str:
     if known := ", ".join(item.name for item in fields(MixedSource)) * ("MixedSource" in cause):
         return f"{option}={value}: {cause}: a source has {known}"
     return f"{option}={value}: {_explain_value(option, value, cause)}"
+
+
+def _explain_quotes(option: str, value: str) -> str:
+    """Return what to put in quotes in a value that Hydra's grammar cannot read."""
+    if value.startswith("{"):
+        return "put each text in it in quotes"
+    if value.startswith("[") and value.endswith("]"):
+        return f"put each item in quotes: {shlex.quote(f'{option}={command_line.in_quotes(value)}')}"
+    return f"put the value in quotes: {command_line.quoted(option, value)}"
 
 
 def _explain_word(word: str) -> str:

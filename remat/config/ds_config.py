@@ -1,9 +1,9 @@
 """Render DeepSpeed's configuration: a JSON file with Hugging Face's "auto" values becomes a complete, explicit dict.
 
 Nothing here touches a device or imports DeepSpeed. Precedence, weakest first: the JSON file, `deepspeed.overrides`
-(deep merge; null deletes a key), the values the run owns. No "auto" is left, and every value whose default could
-matter is written, so the dict does not depend on DeepSpeed's defaults. Each problem is a line that names key, value and
-remedy.
+(deep merge; null deletes a key, also in the file), the values the run owns. No "auto" is left, and every value whose
+default could matter is written, so the dict does not depend on DeepSpeed's defaults. Each problem is a line that names
+key, value and remedy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import difflib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from remat.config import ds_defaults, paths
 from remat.config.ds_defaults import OFFLOADS, SECOND_SHARDS, ZERO
 from remat.config.options import ConfigError, OptimName, OptimStates, Precision, RunConfig
 from remat.config.redact import is_secret
+from remat.config.resumed import flat
 from remat.config.units import format_count
 
 DEVICES = ("none", "cpu", "nvme")
@@ -34,7 +35,7 @@ class RunValues:
 
     `world_size` counts the ranks that read data of their own. Where ranks share layers or sequences it counts their
     groups, each of `ranks_per_group` ranks. None: not known yet; then values that depend on it are neither checked
-    nor filled in.
+    nor filled in. ZeRO divides parameters that lie on NVMe among the ranks of all groups.
     `pin_memory_possible` is false without CUDA: torch pins host memory for an accelerator only, so pin_memory is
     then written as false. `largest_param`, when given, is checked against the NVMe parameter buffers.
     `optimizer` is optim.name: ZeRO must be told to take one that DeepSpeed has not tested. `states` is optim.states.
@@ -176,7 +177,7 @@ def render(raw: Mapping[str, Any], overrides: Mapping[str, Any], values: RunValu
 
     Raises one ConfigError with every problem, one per line.
     """
-    merged = merge(raw, overrides)
+    merged = merge(merge({}, raw), overrides)  # null in the file means what it means in an override
     unknown = unknown_at_top(merged)
     if found := stage(merged):
         raise ConfigError("\n".join([*unknown, *found, *_accumulation_problem(values)]))
@@ -473,20 +474,24 @@ def _nvme(path: str, inside: Mapping[str, Any], nvme_path: str | None) -> list[s
 
 def _param_buffer(path: str, inside: Mapping[str, Any], values: RunValues) -> list[str]:
     """Check that a parameter's shard fits a swap buffer (partitioned_param_swapper.py:304 asserts it while loading)."""
-    size, shard = inside.get("buffer_size"), _largest_shard(values)
+    size, shard, ranks = inside.get("buffer_size"), _largest_shard(values), _sharding_ranks(values)
     if not isinstance(size, (int, float)) or shard is None or shard <= size:
         return []
     return [
         f"{path}.buffer_size={size:.0f} is smaller than the largest parameter's shard, {shard} elements on each of "
-        f"{values.world_size} ranks: set deepspeed.overrides.{path}.buffer_size={shard}"
+        f"{ranks} ranks: set deepspeed.overrides.{path}.buffer_size={shard}"
     ]
 
 
 def _largest_shard(values: RunValues) -> int | None:
     """Return the elements that a rank holds of the largest parameter; None where model or ranks are not known."""
-    if values.largest_param is None or values.world_size is None:
-        return None
-    return math.ceil(values.largest_param / values.world_size)
+    ranks = _sharding_ranks(values)
+    return math.ceil(values.largest_param / ranks) if values.largest_param is not None and ranks else None
+
+
+def _sharding_ranks(values: RunValues) -> int | None:
+    """Return how many ranks ZeRO divides a parameter on NVMe among; ranks that share layers keep none there."""
+    return values.world_size and values.world_size * values.ranks_per_group
 
 
 def contradiction(path: str, given: Any, value: Any, values: RunValues) -> list[str]:
@@ -572,7 +577,7 @@ def secrets(ds: Mapping[str, Any]) -> list[str]:
     """Find secrets: DeepSpeed writes its whole config into every saved state."""
     return [
         f"{path} is refused, it would be written into every saved state: set it in the environment and delete the key"
-        for path, value in _leaves(ds)
+        for path, value in flat(ds).items()
         if value and is_secret(path, value)
     ]
 
@@ -580,17 +585,9 @@ def secrets(ds: Mapping[str, Any]) -> list[str]:
 def leftover_auto(ds: Mapping[str, Any]) -> list[str]:
     return [
         f'{path}="auto": nothing fills this key; write a value'
-        for path, value in _leaves(ds)
+        for path, value in flat(ds).items()
         if value == "auto" and path != "data_types.keep_in_fp32_modules"  # DeepSpeed itself reads "auto" there
     ]
-
-
-def _leaves(ds: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in ds.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _word(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Check the paths that options name, before heavy imports: whether they exist, are complete, and can be written.
 
-Standard library only. Weights are not read: a safetensors file says in its first bytes how long it is.
+Standard library only. Functions of os.path find nothing below a folder that this user may not enter, where those of
+Path raise PermissionError. Weights are not read: a safetensors file says in its first bytes how long it is.
 """
 
 from __future__ import annotations
@@ -42,24 +43,38 @@ def expand(path: str) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
+def nearest(folder: str | Path) -> Path:
+    """Return `folder`, absolute, or its nearest parent that exists and that this user may look at."""
+    place = expand(str(folder)).absolute()
+    return next((each for each in (place, *place.parents) if os.path.exists(each)), place)  # noqa: PTH110
+
+
 def model_problems(model: ModelConfig) -> list[str]:
     """Return what is wrong with model.path: no such folder, or one without config.json. A hub name is not looked up."""
     if not model.path or (model.init is ModelInit.random and model.architecture):
         return []
-    option, place = f"model.path={model.path}", Path(model.path)
-    if model.path in PLACEHOLDERS and not place.exists():
+    option = f"model.path={model.path}"
+    try:
+        return _model_problems(model.path, option)
+    except PermissionError as error:
+        return [_unreadable(option, error)]
+
+
+def _model_problems(path: str, option: str) -> list[str]:
+    place = Path(path)
+    if path in PLACEHOLDERS and not place.exists():
         return [f"{option} stands for your own: give a folder with config.json, or a hub name"]
-    if "://" in model.path:
-        name = "/".join(model.path.partition("://")[2].split("/")[1:3])
+    if "://" in path:
+        name = "/".join(path.partition("://")[2].split("/")[1:3])
         return [f"{option}: addresses are not read; write the hub name, model.path={name}, or a folder"]
-    if model.path.startswith("~") and (full := expand(model.path)).exists():
+    if path.startswith("~") and (full := expand(path)).exists():
         return [f"{option}: write the path in full, model.path={full}"]
     if place.is_file():
         return [f"{option} is a file: give the folder that holds it, with config.json"]
     if not place.is_dir():
-        if not _is_local(model.path):
+        if not _is_local(path):
             return []  # a hub name
-        return [f"{option} does not exist{near(model.path)}: give a folder with config.json, or a hub name"]
+        return [f"{option} does not exist{near(path)}: give a folder with config.json, or a hub name"]
     if not (place / "config.json").is_file():
         return [f"{option} {_no_model(place)}"]
     return _pointer(place / "config.json", option) or _no_json(place / "config.json", option)
@@ -78,7 +93,7 @@ def near(path: str) -> str:
 
 def resume_problems(resume: str) -> list[str]:
     """Return a problem when resume=FOLDER names a folder that does not exist."""
-    if resume in NOT_FOLDERS or not resume or expand(resume).exists():
+    if resume in NOT_FOLDERS or not resume or os.path.exists(expand(resume)):  # noqa: PTH110
         return []
     newest = ""
     if resume.lower() in ("true", "latest", "last", "newest", "yes", "1"):
@@ -93,14 +108,16 @@ def state_problems(cfg: RunConfig) -> list[str]:
     if cfg.resume in ("none", "auto_or_start"):
         return []
     runs, place = expand(cfg.output_dir) / cfg.name, expand(cfg.resume)
-    if cfg.resume in NOT_FOLDERS:
-        place = runs / (cfg.run_id or "*")
-        found = any(runs.glob(f"{cfg.run_id or '*'}/{SAVED}/*"))
-    else:
-        below = place / SAVED if (place / SAVED).is_dir() else place
-        found = place.name.startswith(STEP) or any(
-            child.name.startswith((STEP, TMP)) for child in below.glob("*")
-        )
+    try:
+        if cfg.resume in NOT_FOLDERS:
+            place = runs / (cfg.run_id or "*")
+            found = any(runs.glob(f"{cfg.run_id or '*'}/{SAVED}/*"))
+        else:
+            below = place / SAVED if (place / SAVED).is_dir() else place
+            states = (child for child in below.glob("*") if child.name.startswith((STEP, TMP)))
+            found = place.name.startswith(STEP) or any(states)
+    except PermissionError as error:
+        return [_unreadable(f"resume={cfg.resume}", error)]
     return [] if found else [no_state(cfg.resume, str(place), "nothing")]
 
 
@@ -115,7 +132,7 @@ def no_state(resume: str, places: str, found: str) -> str:
 def tokenizer_problems(model: ModelConfig) -> list[str]:
     """Return a problem when the tokenizer's folder holds no tokenizer."""
     option, name = ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path)
-    if not name or name == "bytes" or not Path(name).is_dir():
+    if not name or name == "bytes" or not os.path.isdir(name):  # noqa: PTH112
         return []
     if any(file for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)):
         return []
@@ -146,7 +163,7 @@ def _no_json(file: Path, option: str) -> list[str]:
 
 def weight_problems(model: ModelConfig) -> list[str]:
     """Return what is wrong with the safetensors files of a pretrained model in a local folder, each file by name."""
-    if model.init is not ModelInit.pretrained or not model.path or not Path(model.path).is_dir():
+    if model.init is not ModelInit.pretrained or not model.path or not os.path.isdir(model.path):  # noqa: PTH112
         return []
     folder, option = Path(model.path), f"model.path={model.path}"
     found: list[str] = []
@@ -159,8 +176,12 @@ def weight_problems(model: ModelConfig) -> list[str]:
             if (folder / name).is_file():
                 found += _pointer(folder / name, option)
     except OSError as error:
-        found.append(f"{option}: {error.filename} cannot be read ({error.strerror}): make it readable")
+        found.append(_unreadable(option, error))
     return found
+
+
+def _unreadable(option: str, error: OSError) -> str:
+    return f"{option}: {error.filename} cannot be read ({error.strerror}): make it readable"
 
 
 def data_problems(cfg: RunConfig) -> list[str]:
@@ -177,7 +198,7 @@ def data_problems(cfg: RunConfig) -> list[str]:
 
 def _problem_of(path: str, source: DataSource) -> str:
     """Return why data of `source` cannot be at `path`; "" where it can."""
-    if source is DataSource.hub and expand(path).is_file():
+    if source is DataSource.hub and os.path.isfile(expand(path)):  # noqa: PTH113
         return "is a file on this machine, and data.source=hub: choose data=files"
     if source is not DataSource.files or not _is_local(path) or _exists(path):
         return ""
@@ -199,9 +220,7 @@ def home_problems(cfg: RunConfig) -> list[str]:
 
 def output_problems(cfg: RunConfig) -> list[str]:
     """Return a problem when output_dir cannot be written; try it by a folder in its nearest existing parent."""
-    place = expand(cfg.output_dir).absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = nearest(cfg.output_dir)
     try:
         Path(tempfile.mkdtemp(prefix=".remat-", dir=place)).rmdir()
     except OSError as error:
@@ -219,7 +238,7 @@ def _is_local(path: str) -> bool:
 
 def _exists(path: str) -> bool:
     place = os.path.expanduser(path)  # noqa: PTH111 - a slash at its end is part of a glob
-    return Path(place).exists() or (glob.has_magic(place) and any(glob.iglob(place, recursive=True)))  # noqa: PTH207
+    return os.path.exists(place) or (glob.has_magic(place) and any(glob.iglob(place, recursive=True)))  # noqa: PTH110, PTH207
 
 
 def _weight_files(folder: Path, option: str, problems: list[str]) -> Iterator[Path]:

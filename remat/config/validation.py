@@ -20,6 +20,7 @@ from remat.config.options import (
     DataFormat,
     DataSource,
     FileType,
+    HardwareConfig,
     MixedSource,
     ModelConfig,
     ModelInit,
@@ -66,6 +67,7 @@ def problems(cfg: RunConfig) -> list[str]:
         *_held_out(cfg),
         *_streamed_length(cfg),
         *_profile(cfg.profile),
+        *_hardware(cfg.hardware),
         *_top(cfg),
     ]
 
@@ -784,14 +786,20 @@ def _compile(cfg: RunConfig) -> list[str]:
 
 
 def _profile(cfg: ProfileConfig) -> list[str]:
-    found = []
-    if cfg.after < 0:
-        found.append(f"profile.after={cfg.after}: give how many steps come before, 0 or more")
-    if cfg.steps < 1:
-        found.append(f"profile.steps={cfg.steps}: give at least 1, or profile=none")
-    if cfg.nvml_interval_s < 0:
-        found.append(f"profile.nvml_interval_s={cfg.nvml_interval_s}: give seconds, or 0 for no samples")
-    return found
+    return [
+        *_at_least(0, profile__after=cfg.after, profile__nvml_interval_s=cfg.nvml_interval_s),
+        *_at_least(1, profile__steps=cfg.steps),
+    ]
+
+
+def _hardware(hardware: HardwareConfig) -> list[str]:
+    """Find figures of the machine by which a plan would divide, or which no machine has."""
+    figures = asdict(hardware) | {f"gpu_rates.{name}": rate for name, rate in hardware.gpu_rates.items()}
+    return [
+        f"hardware.{name}={value:g} must be above 0: give what the machine has, or leave it out where it is not known"
+        for name, value in figures.items()
+        if isinstance(value, (int, float)) and not value > 0
+    ]
 
 
 def _save(save: SaveConfig, peft: PeftConfig) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from remat.config import paths
 from remat.config.options import ConfigError
 
 RUNNER_FLAGS = {
@@ -126,7 +127,7 @@ def parse(argv: list[str]) -> LaunchWords:
         elif name in RUNNER_FLAGS:
             runner.append(word)
         elif name in OWN | RUNNER_VALUES:
-            if not value and not rest:
+            if not value and ("=" in word or not rest):  # else an empty variable of a shell takes the next word
                 raise ConfigError(f"{name} needs a value")
             value = value or rest.pop(0)
             if name in OWN:
@@ -149,7 +150,7 @@ def parse(argv: list[str]) -> LaunchWords:
     except ValueError:
         raise ConfigError(f"--grace-s {own['--grace-s']} is not a number of seconds") from None
     log_dir = own.get("--log-dir") or f"outputs/logs/{time.strftime('%Y%m%d-%H%M%S')}"
-    return LaunchWords(runner, kind, rest[0], rest[1:], Path(log_dir).absolute(), grace_s)
+    return LaunchWords(runner, kind, rest[0], rest[1:], paths.expand(log_dir).absolute(), grace_s)
 
 
 def launcher(words: LaunchWords, asked: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 CONFIG = 2  # an option, a file or the environment is refused
-NOT_ABLE = 3  # this machine cannot do it: memory, disk space, an op, an ssh
+NOT_ABLE = 3  # this machine cannot do it: memory, disk space, an op of a run, an ssh
 FAILED = 70  # what had begun failed; saved states are as they were
 STOPPED = 75  # stopped on request, with a saved state if a step was done
 KILLED = 128 + signal.SIGKILL

@@ -5,6 +5,7 @@ It reads its task and signals from standard input and reports on standard output
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -57,7 +58,8 @@ def _send(signum: signal.Signals) -> None:
 
 
 def _tell(**event: Any) -> None:
-    os.write(1, nodes.MARK + json.dumps(event).encode() + nodes.MARK + b"\n")
+    with contextlib.suppress(OSError):  # the launch is gone: `_obey` hears that, and the ranks may save
+        os.write(1, nodes.MARK + json.dumps(event).encode() + nodes.MARK + b"\n")
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ class NodeLink(threading.Thread):
         link, _ = listener.accept()
         link.settimeout(HELLO_S)
         try:
-            hello, _, rank = link.makefile("rb").readline(128).decode().strip().partition(" ")
-            if not hmac.compare_digest(hello, token):
+            hello, _, rank = link.makefile("rb").readline(128).strip().partition(b" ")
+            if not hmac.compare_digest(hello, token.encode()):
                 raise ValueError
             self._watch(link)
             return link, int(rank)

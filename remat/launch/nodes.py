@@ -37,7 +37,8 @@ KILL = "KILL"  # in place of a signal: end all ranks now
 EXPORTED = ("NCCL", "PYTHON", "MLFLOW", "MV2", "UCX", "GLOO", "DS_ACCELERATOR")
 ENV_FILE = ".deepspeed_env"  # DeepSpeed's file of variables for all nodes, NAME=value a line, here or in $HOME
 HOST = re.compile(r"(\S+)\s+slots=(\d+)(\s+#.*)?$")
-NO_ANSWER = {"ServerAliveInterval": 5, "ServerAliveCountMax": 4, "ConnectTimeout": 20}  # [s], times, [s]
+# to notice a lost node, [s], times, [s]; a connection that ssh shares (ControlMaster) would not use these options
+OF_SSH = {"ServerAliveInterval": 5, "ServerAliveCountMax": 4, "ConnectTimeout": 20, "ControlPath": "none"}
 SSH_FAILED = 255
 OTHERS_S = 60.0  # time for the other nodes to end by themselves after one has failed
 KILLED_S = 15.0  # time for nodes to end all their processes after KILL
@@ -79,7 +80,13 @@ def read_hostfile(path: Path, num_nodes: str | None) -> dict[str, int]:
         hosts[found[1]] = int(found[2])
     if not hosts:
         raise ConfigError(f"--hostfile {path} names no node: write `NAME slots=N`, a node a line")
-    return dict(list(hosts.items())[: int(num_nodes)] if num_nodes and num_nodes.isdigit() else hosts)
+    if num_nodes is None:
+        return hosts
+    if not num_nodes.isdecimal() or not 1 <= int(num_nodes) <= len(hosts):
+        raise ConfigError(
+            f"--num_nodes {num_nodes}: {path} names {', '.join(hosts)}; give 1 to {len(hosts)}, or leave it out for all"
+        )
+    return dict(list(hosts.items())[: int(num_nodes)])
 
 
 def _values(runner: list[str]) -> dict[str, str]:
@@ -129,7 +136,6 @@ class _Head:
         self.nodes: list[_Node] = []
         self.cause: _Cause | None = None
         self.kill_at = self.leave_at = NEVER
-        self.stopped = False
         self.events = selectors.DefaultSelector()
 
     def run(self) -> int:
@@ -154,7 +160,7 @@ class _Head:
         """Start an agent on `host`. Its ssh is killed when this process ends."""
         settings = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
         agent = shlex.join(["exec", "env", *settings, sys.executable, "-u", "-m", "remat.launch.node_agent"])
-        how = [word for name, value in NO_ANSWER.items() for word in ("-o", f"{name}={value}")]
+        how = [word for name, value in OF_SSH.items() for word in ("-o", f"{name}={value}")]
         how += ["-p", self.options["--ssh_port"]] if "--ssh_port" in self.options else []
         command = ["ssh", "-o", "BatchMode=yes", *how, host, f"cd {shlex.quote(str(Path.cwd()))} && {agent}"]
         process = subprocess.Popen(
@@ -218,10 +224,8 @@ class _Head:
             )
             for node in running:
                 node.send((signal.SIGTERM if signum == signal.SIGHUP else signum).name)
-            self.stopped = True
         else:
             say(f"{signum.name} before the ranks of all nodes began: nothing to save")
-            self.stopped = True
             self._kill()
 
     def _check(self) -> None:
@@ -229,7 +233,7 @@ class _Head:
         for node in self.nodes:
             if node.code is None and node.open == 0 and (code := node.process.poll()) is not None:
                 node.code = exit_codes.of_process(code)
-                self._node_ended(node)
+                self._node_ended(node, node.code)
         if now > self.kill_at:
             self.kill_at = NEVER
             say("the other nodes did not end by themselves: ending all their processes")
@@ -243,13 +247,11 @@ class _Head:
                     node.process.kill()
             self.leave_at = NEVER
 
-    def _node_ended(self, node: _Node) -> None:
-        if node.code in (0, exit_codes.STOPPED):
+    def _node_ended(self, node: _Node, code: int) -> None:
+        if code in (0, exit_codes.STOPPED):
             self.kill_at = min(self.kill_at, time.monotonic() + self.words.grace_s)  # others may still save
-        elif node.code != SSH_FAILED:
-            self._failed(
-                node, f"remat launch ended there with exit code {node.code}", node.code or exit_codes.FAILED
-            )
+        elif code != SSH_FAILED:
+            self._failed(node, f"remat launch ended there with exit code {code}", code)
         elif node.began:
             self._failed(
                 node, "no answer, or its remat launch was killed (ssh ended with 255)", exit_codes.FAILED
@@ -268,12 +270,9 @@ class _Head:
 
     def _end(self) -> int:
         signals.ignore(signals.OF_A_LAUNCH)
-        codes = [node.code for node in self.nodes]
-        if self.cause is None:
-            forced = next((code for code in codes if code not in (0, exit_codes.STOPPED)), None)
-            code = forced or (
-                exit_codes.STOPPED if exit_codes.STOPPED in codes or (self.stopped and any(codes)) else 0
-            )
+        if self.cause is None:  # each node ended with 0 or 75
+            stopped = any(node.code == exit_codes.STOPPED for node in self.nodes)
+            code = exit_codes.STOPPED if stopped else 0
         else:
             code = self.cause.code
             say(f"first cause, on {self.cause.host}: {self.cause.text}")

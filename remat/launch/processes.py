@@ -58,15 +58,6 @@ def send(pid: int, signum: int) -> None:
         os.kill(pid, signum)
 
 
-def peak_rss_bytes(pid: int) -> int:
-    """Return the peak resident memory of a living process (the kernel's VmHWM); 0 when it is gone."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
 def free_port() -> int:
     """Return a port that is free and that the kernel gives to no outgoing connection. Raises OSError when none is."""
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from remat.config.options import NOT_FOLDERS, ConfigError, OnOutOfMemory, RunConfig
 
@@ -87,21 +88,7 @@ def too_many(most: int, done: int) -> str | None:
 
 def choose(run: Smaller, why: str) -> Retreat | None:
     """Plan the fastest setting that needs less memory and record it in the run's folder; None if there is none."""
-    command = [sys.executable, "-m", "remat.planning.settings.less_memory", run.device, *run.words]
-    alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")}
-    try:
-        done = subprocess.run(
-            command,
-            env=alone | {"CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            timeout=PLANNED_IN_S,
-            check=False,
-        )
-        chosen = json.loads(done.stdout)
-    except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError):
-        return None
+    chosen = plan_alone(["remat.planning.settings.less_memory", run.device, *run.words], PLANNED_IN_S)
     if not chosen:
         return None
     if run.folder is not None:
@@ -109,6 +96,29 @@ def choose(run: Smaller, why: str) -> Retreat | None:
         with (Path(run.folder) / RECORD).open("a", encoding="utf-8") as record:
             record.write(json.dumps(row) + "\n")
     return Retreat([*run.before, *chosen], why, run.folder)
+
+
+def plan_alone(module: Sequence[str], limit_s: float) -> Any:
+    """Run a module with its arguments in a process that is no rank and sees no GPU; return the JSON that it prints.
+
+    None when it fails or takes longer than `limit_s`.
+    """
+    no_rank = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *module],
+            env=no_rank | {"CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+        return json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError):
+        return None
 
 
 def prepare(run: Smaller, environment: Mapping[str, str] = os.environ) -> None:

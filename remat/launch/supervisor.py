@@ -32,14 +32,24 @@ from remat.config.options import ConfigError
 from remat.config.units import GIB, format_count
 from remat.launch import arguments, exit_codes, left_behind, processes, rank_keeper, retreat, signals
 from remat.launch.arguments import LaunchWords
-from remat.machine.host_memory import host_memory, oom_kills
+from remat.machine.host_memory import host_memory, oom_kills, peak_rss_bytes
 
 TAIL_LINES = 30
 NEARLY_ALL = 0.9  # of host memory
+LONGEST_TMPDIR = 77  # bytes; a socket's path has at most 107, and a folder and a name take 30 of them
 
 
 def say(text: str) -> None:
-    print(f"remat launch: {text}", file=sys.stderr, flush=True)
+    show(f"remat launch: {text}")
+
+
+def show(text: str) -> None:
+    """Print to standard error. Once nobody listens (a closed terminal, a pipe without reader), go on unheard."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        # what is left in the buffer goes there too, else Python would exit with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def short(path: Path) -> str:
@@ -73,7 +83,7 @@ def show_tail(rank: int, log: Path) -> None:
     if log.exists():
         say(f"the last lines of rank {rank}, which failed first:")
         lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        print("\n".join(f"  {line}" for line in lines), file=sys.stderr, flush=True)
+        show("\n".join(f"  {line}" for line in lines))
 
 
 PEERS_S = 10.0  # time for ranks to end by themselves after another has failed
@@ -135,13 +145,19 @@ def _launch_once(words: LaunchWords, more: dict[str, str], tell: Tell | None) ->
         raise ConfigError(f"--log-dir {words.log_dir}: {error.strerror}; choose another folder") from error
     processes.adopt_orphans()
     with contextlib.ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix="remat-launch-")
+        folder = _make_folder()
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         swapped = Path(folder) / "swapped"
         stack.callback(left_behind.remove, swapped)
         more = more | {left_behind.FILE: str(swapped)}
         supervisor = _Supervisor(words, Path(folder) / "keepers", stack, more, tell)
         return Ended(supervisor.run(), supervisor.stop is not None, supervisor.out_of_memory)
+
+
+def _make_folder() -> str:
+    """Make the folder of the keepers' socket, in /tmp where the path in TMPDIR would be too long for a socket."""
+    is_long = len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR
+    return tempfile.mkdtemp(prefix="remat-launch-", dir="/tmp" if is_long else None)
 
 
 @dataclass
@@ -388,7 +404,7 @@ class _Supervisor:
             self.tell(failed=text, code=exit_codes.of_process(code))
 
     def _why_killed(self, rank: _Rank) -> str:
-        together = rank.peak_rss_bytes + sum(processes.peak_rss_bytes(r.pid) for r in self.ranks if r.runs)
+        together = rank.peak_rss_bytes + sum(peak_rss_bytes(r.pid) for r in self.ranks if r.runs)
         before, after, limit = self.kills_before, oom_kills(), host_memory().limit_bytes
         kills = None if before is None or after is None else after - before
         text = killed(

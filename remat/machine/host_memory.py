@@ -5,6 +5,7 @@ GiB is 1024**3 bytes. Imports neither torch nor anything else heavy, so that a s
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,15 @@ def held_bytes() -> int:
         return int(psutil.Process().memory_info().rss)
     sizes = dict(line.split(":", 1) for line in status.read_text().splitlines() if line.startswith("Rss"))
     return sum(int(sizes[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
+
+
+def peak_rss_bytes(pid: int | str = "self") -> int:
+    """Return the peak resident memory of a process, the kernel's VmHWM; 0 where it is gone or there is no /proc."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:

@@ -28,7 +28,7 @@ from remat.config.metrics import (
 )
 from remat.config.options import ConfigError
 from remat.config.units import GIB
-from remat.machine.host_memory import host_memory
+from remat.machine.host_memory import host_memory, peak_rss_bytes
 
 OPTION = "profile.nvml_interval_s"
 
@@ -101,9 +101,11 @@ class MemoryMonitor:
         because the kernel's high-water mark cannot be reset everywhere.
         """
         rss_bytes = psutil.Process().memory_info().rss
+        # not ru_maxrss where there is another: it survives exec, so it can be the launcher's
+        peak_bytes = peak_rss_bytes() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         figures = {
             HOST_RSS_GIB: rss_bytes / GIB,
-            HOST_RSS_PEAK_GIB: max(rss_bytes, _peak_rss_bytes()) / GIB,
+            HOST_RSS_PEAK_GIB: max(rss_bytes, peak_bytes) / GIB,
             HOST_AVAILABLE_GIB: host_memory().available_bytes / GIB,
         }
         if self._device.type == "cuda":
@@ -119,14 +121,3 @@ class MemoryMonitor:
         """Start a new GPU peak; a no-op without a GPU."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-
-
-def _peak_rss_bytes() -> int:
-    """Return the kernel's high-water mark. VmHWM is preferred: ru_maxrss survives exec, so it can be the launcher's."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

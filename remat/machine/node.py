@@ -5,8 +5,9 @@ from __future__ import annotations
 import resource
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -74,26 +75,16 @@ def found(
 
 def smallest(machines: Sequence[Machine]) -> Machine:
     """Return the minimum over ranks of every resource, as one Machine: a run that fits it fits every node."""
-    return replace(
-        machines[0],
-        host_available_bytes=min(machine.host_available_bytes for machine in machines),
-        host_limit_bytes=min(machine.host_limit_bytes for machine in machines),
-        host_total_bytes=min(machine.host_total_bytes for machine in machines),
-        shm_bytes=min((m.shm_bytes for m in machines if m.shm_bytes is not None), default=None),
-        resident_bytes=min(machine.resident_bytes for machine in machines),
-        gpu_bytes=min((m.gpu_bytes for m in machines if m.gpu_bytes is not None), default=None),
-        memlock_bytes=min((m.memlock_bytes for m in machines if m.memlock_bytes is not None), default=None),
-        output=min((machine.output for machine in machines), key=lambda found: found.free_bytes),
-        nvme=min((m.nvme for m in machines if m.nvme), key=lambda found: found.free_bytes, default=None),
-        download=min((machine.download for machine in machines), key=lambda found: found.free_bytes),
-    )
+    least: dict[str, Any] = {}
+    for name in (item.name for item in fields(Machine) if item.name != "local_size"):
+        known = [value for machine in machines if (value := getattr(machine, name)) is not None]
+        least[name] = min(known, key=lambda value: getattr(value, "free_bytes", value), default=None)
+    return replace(machines[0], **least)
 
 
 def disk(folder: str) -> Disk:
     """Return the Disk that `folder` is on, or will be made on: that of its nearest parent that exists."""
-    path = paths.expand(folder).absolute()
-    while not path.exists():
-        path = path.parent
+    path = paths.nearest(folder)
     return Disk(folder, shutil.disk_usage(path).free, path.stat().st_dev)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from remat.config import paths
 from remat.config.options import ConfigError
 from remat.machine import distributed
 
@@ -26,10 +27,7 @@ ASK_EVERY_S = 0.5
 
 def is_local(folder: Path) -> bool:
     """Return whether only this node can see `folder`. Network file systems may show other nodes' files late."""
-    path = folder.absolute()
-    while not path.exists():
-        path = path.parent
-    path = path.resolve()
+    path = paths.nearest(folder).resolve()
     # of two mounts on one folder the later one counts
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     kinds = (mounts[str(parent)] for parent in (path, *path.parents) if str(parent) in mounts)

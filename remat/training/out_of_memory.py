@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 import traceback
@@ -198,21 +196,9 @@ def ask(error: OutOfMemory) -> list[dict[str, Any]]:
     """Return `remat plan`'s advice for a machine with less memory by the missing bytes; [] when the command fails."""
     if error.plan.planned is None:
         return []
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "remat.cli", *build_command(error)[1:], "--json"],
-            env=clean | {"CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=ADVICE_S,
-            check=False,
-        )
-        found = json.loads(done.stdout)
-        closest = [found["closest"]] if found.get("closest") else []
-        return found.get("advice") or closest
-    except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError):
-        return []
+    found = retreat.plan_alone(["remat.cli", *build_command(error)[1:], "--json"], ADVICE_S) or {}
+    closest = [found["closest"]] if found.get("closest") else []
+    return found.get("advice") or closest
 
 
 def build_command(error: OutOfMemory) -> list[str]:

@@ -268,6 +268,42 @@ def test_a_value_that_the_grammar_cannot_read_is_told_in_plain_words(word: str) 
     assert run(*quoted).data.path == word.partition("=")[2]
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "hardware.num_nodes=0",
+        "hardware.gpus_per_node=-1",
+        "hardware.gpu_link_gbs=0",
+        "hardware.gpu_memory_gib=nan",
+        "hardware.gpu_rates.memory_gbs=0",
+    ],
+)
+def test_a_figure_that_no_machine_has_is_refused(word: str) -> None:
+    assert f"{word} must be above 0" in message("recipe=tiny_zero3_offload", word)
+
+
+def test_each_item_of_a_list_that_cannot_be_read_is_put_in_quotes() -> None:
+    text = message("data.path=[a=b,'c d']")
+    assert run(*shlex.split(text.partition("each item in quotes: ")[2])).data.path == ["a=b", "c d"]
+    assert "put each text in it in quotes" in message("data.mix={a: {path: x(1)}}")
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("data.path=~/a b.jsonl", "~/a b.jsonl"),
+        ("data.path=[~/a, b,'~/c']", ["~/a", "b", "~/c"]),
+        ("data.mix.one.path=~/a", "~/a"),
+        ("data.mix.one.path=[~/a,~/b]", ["~/a", "~/b"]),
+        ("model.architecture.vocabulary=~/a", "~/a"),
+    ],
+)
+def test_a_path_in_the_home_folder_needs_no_quotes(word: str, found: object) -> None:
+    cfg = run("model.path=/m", "data=files", word, *["data.mix.two.path=b"] * ("mix" in word))
+    paths = (cfg.data.path, cfg.data.mix.get("one", cfg.data).path, cfg.model.architecture.get("vocabulary"))
+    assert found in paths
+
+
 def test_what_a_users_own_file_sets_beside_the_options_is_refused(tmp_path: Path) -> None:
     (tmp_path / "extra").mkdir()
     (tmp_path / "extra" / "mine.yaml").write_text("learning_rate: 3\n")

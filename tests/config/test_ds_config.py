@@ -440,6 +440,26 @@ def test_parameter_buffers_must_hold_the_largest_shard() -> None:
     assert "overrides.zero_optimization.offload_param.buffer_size=200000001" in text
 
 
+def test_ranks_that_share_a_sequence_have_shards_of_their_own() -> None:
+    raw = ds_config.load("zero3_nvme", FOLDER)
+    groups = {"world_size": 2, "ranks_per_group": 4, "largest_param": 8 * 200_000_000 + 1}
+    rendered = ds_config.render(raw, {}, values(**groups))
+    assert rendered["zero_optimization"]["offload_param"]["buffer_size"] == 200_000_001
+    raw["zero_optimization"]["offload_param"]["buffer_size"] = 200_000_000
+    assert "200000001 elements on each of 8 ranks" in only_problem(raw, **groups)
+
+
+@pytest.mark.parametrize(
+    "key", ["bf16", "timers", "checkpoint", "steps_per_print", "zero_optimization.sub_group_size"]
+)
+def test_null_in_the_file_is_a_key_that_is_not_there(key: str) -> None:
+    """As in an override."""
+    section, _, inside = key.rpartition(".")
+    raw: dict[str, Any] = copy.deepcopy(ZERO3)
+    (raw[section] if section else raw)[inside] = None
+    assert ds_config.render(raw, {}, VALUES) == ds_config.render(ZERO3, {}, VALUES)
+
+
 def test_all_problems_at_once() -> None:
     raw = {"zero_optimization": {"stage": 3, "typo": 1}, "optimizer": {}, "gradient_clipping": 9}
     found = problems(raw, global_batch_size=33)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from remat.config import compose, paths
-from remat.config.options import ConfigError, ModelConfig, ModelInit, Precision
+from remat.config.options import ConfigError, DataSource, ModelConfig, ModelInit, Precision, RunConfig
+from remat.machine import node
 from remat.model import hf_model
+from remat.saving import shared_folder
 from tests.support import tiny
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 4977698672\n"
@@ -185,6 +190,42 @@ def test_an_output_folder_that_cannot_be_written_is_told_so(model: Path, tmp_pat
         assert f"{option}=~nobody-here/runs: there is no user ~nobody-here" in refusal(
             f"model.path={model}", f'{option}="~nobody-here/runs"'
         )
+
+
+@pytest.fixture
+def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that this user may not enter; the tests' own user may be root, who may."""
+    folder, stat = tmp_path / "closed", os.stat
+    folder.mkdir()
+
+    def refuse(path: Any, *args: Any, **how: Any) -> os.stat_result:
+        if str(path).startswith(f"{folder}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **how)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    return folder
+
+
+def test_a_folder_that_may_not_be_entered_is_told_as_one_that_cannot_be_read(closed: Path, model: Path) -> None:
+    text = refusal("data=files", f"model.path={closed}/model", f"data.path={closed}/a.jsonl")
+    assert (
+        f"model.path={closed}/model: {closed}/model cannot be read (Permission denied): make it readable"
+        in text
+    )
+    assert f"data.path={closed}/a.jsonl does not exist" in text
+    assert "no such folder" in refusal(f"model.path={model}", f"resume={closed}/run")
+    assert "/run/saved cannot be read" in paths.state_problems(RunConfig(resume=f"{closed}/run"))[0]
+    assert paths._problem_of(f"{closed}/x", DataSource.hub) == ""
+
+
+def test_the_nearest_parent_is_one_that_may_be_looked_at(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert paths.nearest(closed / "a" / "b") == paths.nearest(closed) == closed
+    monkeypatch.chdir(closed.parent)
+    assert paths.nearest("none/below") == closed.parent
+    assert node.disk(f"{closed}/a").filesystem == closed.parent.stat().st_dev
+    assert shared_folder.is_local(closed / "a") == shared_folder.is_local(closed.parent)
+    assert paths.output_problems(RunConfig(output_dir=f"{closed}/runs")) == []
 
 
 def test_looking_at_the_output_folder_leaves_nothing(model: Path, tmp_path: Path) -> None:

@@ -144,6 +144,14 @@ def test_adapters_chosen_at_a_resume_bring_their_learning_rate_and_others_keep_t
     assert composed(f"resume={run}").optim.lr == 7e-4
 
 
+def test_a_run_with_adapters_takes_another_learning_rate_at_a_resume(run: Path) -> None:
+    words = [word for word in FIRST if not word.startswith("optim.lr")]
+    (run / "config.yaml").write_text(compose.compose_run([*words, "peft=lora"]).yaml)
+    assert composed(f"resume={run}").optim.lr == 2e-4
+    cfg = composed(f"resume={run}", "optim.lr=3e-5")
+    assert (cfg.optim.lr, cfg.peft.lr) == (3e-5, None)
+
+
 def test_what_changes_is_what_matters(run: Path) -> None:
     before = resumed.read_config(run / "config.yaml")
     assert resumed.changes(before, asdict(composed(f"resume={run}"))) == []

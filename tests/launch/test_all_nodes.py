@@ -28,7 +28,9 @@ class Launch:
         self.folder = folder
         for name, body in (("a", a), ("b", b)):
             (folder / f"{name}.sh").write_text(f'read -r task\necho "$task" >{folder}/task-{name}\n{body}\n')
-        (folder / "ssh").write_text(f'#!/bin/bash\nhost="${{@: -2:1}}"; cd {folder}; . {folder}/$host.sh\n')
+        (folder / "ssh").write_text(
+            f'#!/bin/bash\nhost="${{@: -2:1}}"; cd {folder}; echo "$@" >ssh-$host; . {folder}/$host.sh\n'
+        )
         (folder / "ssh").chmod(0o755)
         (folder / "hosts").write_text("# two\na slots=2\n\nb slots=2 # the other\n")
         words = [
@@ -81,6 +83,10 @@ def test_a_stop_reaches_every_node_and_their_exit_code_is_the_launchs(
     code, out = launch.finish()
     assert [(tmp_path / f"order-{host}").read_text().strip() for host in "ab"] == ["SIGTERM", "SIGTERM"]
     assert code == 75 and "SIGTERM sent to 2 nodes" in out
+    options = (tmp_path / "ssh-b").read_text()
+    assert (
+        "-o ServerAliveInterval=5" in options and "-o ControlPath=none" in options
+    )  # not the user's shared one
     tasks = [json.loads((tmp_path / f"task-{host}").read_text()) for host in "ab"]
     assert all(
         task["hosts"] == {"a": 2, "b": 2} and task["environment"]["NCCL_DEBUG"] == "WARN" for task in tasks
@@ -130,6 +136,11 @@ def test_some_of_the_nodes_and_the_file_for_their_environment(
 ) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     assert nodes.read_hostfile(tmp_path / "hosts", "1") == {"a": 2}
+    for number in ("0", "3", "two", "-1"):
+        with pytest.raises(
+            ConfigError, match=rf"^--num_nodes {number}: .*/hosts names a, b; give 1 to 2, or leave"
+        ):
+            nodes.read_hostfile(tmp_path / "hosts", number)
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".deepspeed_env").write_text("HF_HOME=/shared/hf\n\n")
     found = nodes.exported({"NCCL_IB_HCA": "mlx5", "SECRET": "x"})

@@ -63,11 +63,15 @@ def test_a_rank_whose_process_ends_is_gone_and_not_cut(first: tuple[End, dict[st
     assert end.told.wait(30) and end.lost == [(4, False)]
 
 
-def test_a_stranger_who_connects_is_sent_away_and_is_no_rank(first: tuple[End, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("hello", [b"GET / HTTP/1.1\r\n\r\n", "Gr\u00fc\u00dfe 3\n".encode(), b"\xff\xfe\n"])
+def test_a_stranger_who_connects_is_sent_away_and_is_no_rank(
+    first: tuple[End, dict[str, Any]], hello: bytes
+) -> None:
     end, values = first
     with socket.create_connection(("127.0.0.1", values["link"]["port"]), 30) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        stranger.sendall(hello)
         assert stranger.recv(10) == b""
+    assert end.link.is_alive()
     assert not end.lost and not end.link._open
 
 

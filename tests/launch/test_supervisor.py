@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import socket
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -59,6 +63,8 @@ def test_without_a_script_it_is_the_training(tmp_path: Path, monkeypatch: pytest
     words = arguments.parse(["--num_gpus", "2", "--config-dir", "own", "recipe=mine"])
     assert (words.target, words.words) == ("remat.train", ["--config-dir", "own", "recipe=mine"])
     assert words.log_dir.parent == tmp_path / "outputs" / "logs"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert arguments.parse(["--log-dir=~/logs", "recipe=tiny"]).log_dir == tmp_path / "logs"
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,7 @@ def test_without_a_script_it_is_the_training(tmp_path: Path, monkeypatch: pytest
     [
         (["--num-gpus", "2", "train.py"], "did you mean --num_gpus?"),
         (["--num_gpus"], "--num_gpus needs a value"),
+        (["--num_gpus=", "recipe=a"], "--num_gpus needs a value"),
         (["--autotuning", "run", "train.py"], "call deepspeed itself"),
         (["--enable_each_rank_log", "x", "train.py"], "say --log-dir DIR"),
         (["--grace-s", "soon", "train.py"], "--grace-s soon is not a number of seconds"),
@@ -140,6 +147,24 @@ def test_the_rank_is_started_as_the_launcher_would() -> None:
     assert start(["--local_rank=0", "program", "./a.out", "x"]) == ["./a.out", "--local_rank=0", "x"]
 
 
+def test_a_program_that_cannot_be_started_is_told_and_has_the_code_127(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        env = {rank_keeper.SOCKET: str(tmp_path / "s"), rank_keeper.LOG_DIR: str(tmp_path), "LOCAL_SIZE": "1"}
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "remat.launch.rank_keeper", "program", "/no/such", "x"],
+            env=os.environ | env | {"RANK": "0", "LOCAL_RANK": "0"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        link, _ = listener.accept()
+        link.sendall(b"leave\n")
+        _, said = keeper.communicate(timeout=60)
+        link.close()
+    assert keeper.returncode == rank_keeper.EXIT_NOT_STARTED == 127 and "rank 0 cannot be started" in said
+
+
 def test_a_log_keeps_what_a_terminal_would_have_kept() -> None:
     lines = rank_keeper._Lines()
     drawn = b"\r\x1b[2K\x1b[31mstep 1\x1b[0m\n\r\x1b[2Kbar 1%\r\x1b[2Kbar 2%\r\x1b[2Kstep 2\r\n"
@@ -166,6 +191,42 @@ def test_only_the_shared_buffers_of_this_run_go(tmp_path: Path) -> None:
     other.touch()
     processes.remove_shared_buffers(4001, tmp_path)
     assert not mine.exists() and other.exists()
+
+
+UNHEARD = """
+import sys
+from pathlib import Path
+from remat import cli
+from remat.launch import node_agent, supervisor
+supervisor.say("SIGINT sent to 2 ranks")
+supervisor.show_tail(1, Path(sys.argv[1]))
+node_agent._tell(began=2)
+sys.exit(cli._tell(ValueError("it ends"), 75))
+"""
+
+
+def test_a_launch_goes_on_when_nobody_listens(tmp_path: Path) -> None:
+    """As after Ctrl-C in `remat launch ... 2>&1 | tee log`: tee is gone first, while ranks still save."""
+    (tmp_path / "rank-1.log").write_text("its last line\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", UNHEARD, str(tmp_path / "rank-1.log")]
+    assert subprocess.run(command, stdout=writer, stderr=writer, timeout=120, check=False).returncode == 75
+    os.close(writer)
+
+
+@pytest.mark.parametrize("length", [77, 78, 200])
+def test_a_socket_has_room_where_temporary_files_lie_deep(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Path(tempfile.mkdtemp(dir="/tmp"))
+    deep = base / ("x" * (length - len(f"{base}/")))
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    folder = Path(supervisor._make_folder())
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "keepers"))
+    assert (folder.parent == deep) is (length == 77)
+    for made in (folder, base):
+        shutil.rmtree(made, ignore_errors=True)
 
 
 @pytest.mark.parametrize(("command", "shared"), [("launch", False), ("plan", True)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import torch
 
 from remat.config.units import GIB, MIB
 from remat.machine import memory
-from remat.machine.host_memory import HostPeak, host_memory, oom_kills
+from remat.machine.host_memory import HostPeak, host_memory, oom_kills, peak_rss_bytes
 from remat.machine.memory import MemoryMonitor
 
 
@@ -116,7 +118,15 @@ def test_peak_falls_back_to_getrusage(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError
 
     monkeypatch.setattr(Path, "read_text", missing)
-    assert memory._peak_rss_bytes() > 10 * 2**20
+    monkeypatch.setattr(memory.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=2**30))
+    assert MemoryMonitor(torch.device("cpu")).sample()["memory/host_rss_peak_gib"] == 1024
+
+
+def test_the_peak_of_another_process_is_read_while_it_lives() -> None:
+    assert peak_rss_bytes(os.getpid()) >= 10 * 2**20
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    assert peak_rss_bytes(gone.pid) == 0
 
 
 @pytest.mark.parametrize(

@@ -266,6 +266,8 @@ def test_the_smallest_of_several_nodes() -> None:
     assert (found.host_available_bytes, found.gpu_bytes, found.memlock_bytes) == (5, 7, 9)
     assert found.output.free_bytes == 3
     assert found.host_total_bytes == MACHINE.host_total_bytes
+    assert node.smallest([machine(nvme=None), MACHINE, other]).nvme == MACHINE.nvme
+    assert node.smallest([machine(gpu_bytes=None), machine(gpu_bytes=None)]).gpu_bytes is None
 
 
 def test_nvme_needs_disk_and_locked_memory() -> None:
