@@ -43,7 +43,7 @@ from transformers import PreTrainedTokenizerBase
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
 from remat.config.redact import redact
 from remat.config.units import MIB, format_size
-from remat.data.blocks import FIRST_LONG_ROWS, BlockCounts, BlockWriter, LongRowLog, divide, open_writer
+from remat.data.blocks import BlockCounts, BlockWriter, LongRowLog, divide, join_long_rows, open_writer
 from remat.data.files import Hashes
 from remat.data.formats import Example, describe, encode, what_is_read
 from remat.data.held_out import Chooser, bound, characters_of, choose, never, rule
@@ -202,7 +202,8 @@ def _write_halves(plan: Plan, folder: Path, show_progress: bool, shards: Path | 
         else:
             empty = _write_documents(plan, plan.corpus, is_held_out, writers, bad_rows, show_progress, shards)
         counts = {name: writer.close() for name, writer in writers.items()}
-        return _Written(counts, empty, bad_rows, held_out_by, _long_rows(writers))
+        long_rows = join_long_rows(writer.long_rows for writer in writers.values())
+        return _Written(counts, empty, bad_rows, held_out_by, long_rows)
 
 
 def _sample(plan: Plan, corpus: Corpus) -> list[tuple[Document, int]]:
@@ -253,12 +254,6 @@ def _bytes_of(plan: Plan, length: int) -> float:
     return 5.0 * plan.seq_len
 
 
-def _long_rows(writers: dict[str, BlockWriter]) -> LongRowLog:
-    found = [writer.long_rows for writer in writers.values()]
-    first = [text for log in found for text in log.first]
-    return LongRowLog(first[:FIRST_LONG_ROWS], max(log.longest for log in found))
-
-
 def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
     """Write the halves by holding out blocks, where documents are too few or too unequal to give both halves a block.
 
@@ -271,7 +266,7 @@ def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
     with _writers(unpacked, folder, {"train": "whole"}) as writers:
         empty = _write_documents(plan, plan.corpus, Chooser(never), writers, bad_rows, show_progress)
         whole = writers["train"].close()
-        long_rows = _long_rows(writers)
+        long_rows = writers["train"].long_rows
     with _writers(plan, folder, {name: name for name in HALVES}) as writers:
         names = [f"block {index}" for index in range(whole.blocks)]
         fraction = plan.cfg.eval_fraction
