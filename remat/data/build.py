@@ -147,7 +147,8 @@ def write_blocks(plan: Plan, folder: Path, shards: Path, *, show_progress: bool)
     started = time.perf_counter()
     blocks_bytes, shards_bytes = _estimate(plan)
     sharded = shards_bytes >= SHARDED_FROM
-    _check_room(plan, folder, blocks_bytes + shards_bytes * sharded)
+    there = sum(shard.stat().st_size for shard in shards.glob("*.npz"))  # of a build that was stopped
+    _check_room(plan, folder, blocks_bytes + max(0, shards_bytes - there) * sharded)
     written = _write_halves(plan, folder, show_progress, shards if sharded else None)
     if plan.divides and not all(half.blocks for half in written.counts.values()):
         written = _write_divided(plan, folder, show_progress)

@@ -311,7 +311,8 @@ def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
             _publish(temporary, folder)
             shutil.rmtree(shards, ignore_errors=True)
         except ConfigError as error:
-            shutil.rmtree(shards, ignore_errors=True)  # a remedy changes data or options
+            if not isinstance(error, NoRoom):  # another remedy changes data or options
+                shutil.rmtree(shards, ignore_errors=True)
             # The random id tells this failure from the same one in an earlier run.
             told = {"id": uuid.uuid4().hex, "error": redact_text(str(error))}
             failure.write_text(json.dumps(told | {"no_room": isinstance(error, NoRoom)}))
