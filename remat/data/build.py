@@ -51,7 +51,7 @@ from remat.data.rows import BadRowLog, Document
 from remat.data.sources import Corpus, open_corpus, refuse_path, refuse_trained, synthetic_blocks
 from remat.machine.start_up import available_cores
 
-CACHE_VERSION = 4  # raise it when the same data and settings would give other blocks or another report
+CACHE_VERSION = 5  # raise it when the same data and settings would give other blocks or another report
 BATCH_CHARACTERS = 256 * 1024  # a tokenizer needs about 100 bytes per token while it works, in each process
 BATCH_DOCUMENTS = 4096
 SYNTHETIC_BATCH = 256
