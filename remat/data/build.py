@@ -48,7 +48,7 @@ from remat.data.files import Hashes
 from remat.data.formats import Example, describe, encode, what_is_read
 from remat.data.held_out import Chooser, bound, characters_of, choose, never, rule
 from remat.data.rows import BadRowLog, Document
-from remat.data.sources import Corpus, open_corpus, refuse_path, refuse_trained, synthetic_blocks
+from remat.data.sources import Corpus, open_corpus, refuse_options, refuse_trained, synthetic_blocks
 from remat.machine.start_up import available_cores
 
 CACHE_VERSION = 5  # raise it when the same data and settings would give other blocks or another report
@@ -100,7 +100,8 @@ def make_plan(
     corpus = held_out = None
     settings: dict[str, Any] = {"version": CACHE_VERSION, "source": str(cfg.source), "seq_len": seq_len}
     if cfg.source == DataSource.synthetic:
-        _check_synthetic(cfg)
+        for path, option in ((cfg.path, "data.path"), (cfg.eval_path, "data.eval_path")):
+            refuse_options(cfg, path, option)
         cfg = replace(cfg, format=DataFormat.plain)
         settings |= {"blocks": cfg.synthetic_blocks, "eval_fraction": cfg.eval_fraction, "seed": seed}
         settings["eval_tokens"] = cfg.eval_tokens
@@ -453,15 +454,6 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         # Truncation and padding are left over from the last call and no property of the tokenizer.
         return identity | {"json": {k: v for k, v in serialized.items() if k not in ("truncation", "padding")}}
     return identity | {"class": type(tokenizer).__name__, "vocab": sorted(tokenizer.get_vocab().items())}
-
-
-def _check_synthetic(cfg: DataConfig) -> None:
-    refuse_path(cfg, cfg.path, "data.path")
-    refuse_path(cfg, cfg.eval_path, "data.eval_path")
-    if cfg.format not in (DataFormat.auto, DataFormat.plain):
-        raise ConfigError(
-            f"data.format={cfg.format} needs rows, but data.source=synthetic: set data.format=plain"
-        )
 
 
 def _check_not_empty(plan: Plan, counts: dict[str, dict[str, int]], bad_rows: BadRowLog) -> None:

@@ -119,7 +119,7 @@ def open_corpus(cfg: DataConfig, path: Any, option: str = "data.path", hashes: H
     """
     hashes = hashes or Hashes()
     if cfg.source == DataSource.python_stdlib:
-        _check_bundled(cfg, path, option)
+        refuse_options(cfg, path, option)
         return _texts(cfg, stdlib_files(), "python_stdlib", hashes)
     if not path:
         raise ConfigError(f"data.source={cfg.source} needs {option}=FILE_FOLDER_OR_NAME, which is empty")
@@ -164,20 +164,16 @@ def _in_both(cfg: DataConfig) -> str:
     )
 
 
-def refuse_path(cfg: DataConfig, path: Any, option: str) -> None:
-    """Raise ConfigError for a `path` beside a data.source that reads none."""
+def refuse_options(cfg: DataConfig, path: Any, option: str) -> None:
+    """Raise ConfigError for a `path`, or a format of rows, beside a data.source that has neither."""
     if path:
         raise ConfigError(
             f"{option}={path} has no meaning with data.source={cfg.source}: choose data=files or hub, "
             f"or remove {option}"
         )
-
-
-def _check_bundled(cfg: DataConfig, path: Any, option: str) -> None:
-    refuse_path(cfg, path, option)
     if cfg.format not in (DataFormat.auto, DataFormat.plain):
         raise ConfigError(
-            f"data.format={cfg.format} needs rows with fields, but data.source=python_stdlib is plain text: choose "
+            f"data.format={cfg.format} needs rows with fields, and data.source={cfg.source} has none: choose "
             "data=files or hub, or remove data.format"
         )
 
