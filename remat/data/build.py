@@ -152,7 +152,7 @@ def write_blocks(plan: Plan, folder: Path, shards: Path, *, show_progress: bool)
     _check_room(plan, folder, blocks_bytes + max(0, shards_bytes - there) * sharded)
     written = _write_halves(plan, folder, show_progress, shards if sharded else None)
     if plan.divides and not all(half.blocks for half in written.counts.values()):
-        written = _write_divided(plan, folder, show_progress)
+        written = _write_divided(plan, folder, show_progress, shards if sharded else None)
     plan.hashes.refuse_changed()
     counts = {name: asdict(half) for name, half in written.counts.items()}
     _check_not_empty(plan, counts, written.bad_rows)
@@ -256,17 +256,18 @@ def _bytes_of(plan: Plan, length: int) -> float:
     return 5.0 * plan.seq_len
 
 
-def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
+def _write_divided(plan: Plan, folder: Path, show_progress: bool, shards: Path | None) -> _Written:
     """Write the halves by holding out blocks, where documents are too few or too unequal to give both halves a block.
 
     Rows have a block each until then, so they are held out one by one. Cut and dropped documents count to training,
-    because they were cut before the blocks were divided.
+    because they were cut before the blocks were divided. Of `shards` those are encoded anew in which documents begin or
+    end otherwise, because their text was in both halves.
     """
     assert plan.corpus is not None
     bad_rows = BadRowLog(plan.cfg.on_bad_row)
     unpacked = replace(plan, cfg=replace(plan.cfg, packing=Packing.none))
     with _writers(unpacked, folder, {"train": "whole"}) as writers:
-        empty = _write_documents(plan, plan.corpus, Chooser(never), writers, bad_rows, show_progress)
+        empty = _write_documents(plan, plan.corpus, Chooser(never), writers, bad_rows, show_progress, shards)
         whole = writers["train"].close()
         long_rows = writers["train"].long_rows
     with _writers(plan, folder, {name: name for name in HALVES}) as writers:
@@ -314,7 +315,7 @@ def _write_documents(
     writers: dict[str, BlockWriter],
     bad_rows: BadRowLog,
     show_progress: bool,
-    shards: Path | None = None,
+    shards: Path | None,
 ) -> int:
     """Encode and write all documents; return how many were empty. With `shards` several processes encode."""
     empty = 0

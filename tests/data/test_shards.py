@@ -186,6 +186,24 @@ def test_what_was_encoded_before_the_disk_filled_up_needs_no_room_again(
     assert Inline.given == [10, 11, 12]
 
 
+def test_what_is_divided_in_blocks_at_last_is_not_encoded_twice(
+    cfg: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a text in both halves, the batches with an end that was only between the halves are."""
+    monkeypatch.setattr(build, "BATCH_CHARACTERS", 100)
+    (tmp_path / "a.txt").write_text("".join(f"<{number:03d} {'y' * 20}>\n" for number in range(50)))
+    cfg = replace(cfg, path=str(tmp_path / "a.txt"), eval_fraction=0.05)
+    monkeypatch.setattr(build, "ProcessPoolExecutor", Inline)
+    Inline.given.clear()
+    found = opened(cfg)
+    batches = max(Inline.given) + 1
+    assert found.report["held_out_by"] == "blocks" and batches > 8
+    assert Inline.given[:batches] == [*range(batches)]
+    assert 0 < len(Inline.given[batches:]) < batches // 2
+    monkeypatch.setattr(build, "SHARDED_FROM", 10**9)
+    assert files_of(found) == files_of(opened(replace(cfg, cache_dir=str(tmp_path / "alone"))))
+
+
 def test_a_disk_without_room_for_blocks_and_shards_is_told_before_anything_is_written(
     cfg: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
