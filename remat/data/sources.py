@@ -202,11 +202,15 @@ def _texts(cfg: DataConfig, files: list[SourceFile], named: Any, hashes: Hashes)
     def part(file: SourceFile, bad_rows: BadRowLog) -> Iterator[Document]:
         return _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
 
+    def identity() -> list[str]:
+        # a header may have the file's own name, which is not in its hash
+        return hashes.of(files, str(named)) + [file.path.name for file in files if cfg.join_files]
+
     count = format_count(len(files), "text file")
     return Corpus(
         [partial(_joined_texts, cfg, name, inside) for name, inside in together.items()]
         or [partial(part, file) for file in files],
-        lambda: hashes.of(files, str(named)),
+        identity,
         total_bytes,
         "python_stdlib" if named == "python_stdlib" else "text",
         DataFormat.plain,
@@ -356,7 +360,7 @@ def _unfinished_bytes(raw: bytes) -> int:
 def repositories(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
     """Group files by the first folder in their name; "" for files directly in the folder that the user named.
 
-    Files keep their order, which is by name. Each path of a list is a repository.
+    Files keep their order, which is by name. Each path of a list is a repository, named by its number in it from 0.
     """
     found: dict[str, list[SourceFile]] = {}
     for file in files:
@@ -372,7 +376,8 @@ def _joined_texts(
 
     def pieces() -> Iterator[Document]:
         for file in files:
-            path = file.path.name if file.name == ONE else file.name.removeprefix(f"{repository}/")
+            inside = file.name.removeprefix(f"{repository}/")
+            path = file.path.name if inside == ONE else inside
             header, begins = cfg.file_header.format(repo=repository, path=path), True
             for piece in _decoded(file, bad_rows, None):
                 if piece is not None:

@@ -69,6 +69,21 @@ def test_files_of_a_folder_are_one_document(tmp_path: Path) -> None:
     assert joined(cfg, str(folder_of_files(tmp_path))) == JOINED
     parts = joined(cfg, [str(tmp_path / "one"), str(tmp_path / "two")])
     assert parts == {"0": JOINED["one"], "1": JOINED["two"]}  # each path that is named is a repository
+    named = [tmp_path / "one" / "README", tmp_path / "two" / "z.md"]
+    headed = config(file_type=FileType.text, file_header="<{repo} {path}>")
+    assert joined(headed, [str(path) for path in named]) == {"0": "<0 README>read me", "1": "<1 z.md>zet\n"}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_file_under_another_name_has_another_header_and_another_cache(tmp_path: Path, several: bool) -> None:
+    (tmp_path / "a.py").write_text("a = 1\n")
+    (tmp_path / "b.py").write_text("a = 1\n")
+    (tmp_path / "c.py").write_text("c = 1\n")
+    cfg, more = config(file_type=FileType.text), [str(tmp_path / "c.py")] * several
+    one, other = (
+        sources.open_corpus(cfg, [str(tmp_path / name), *more]).identity() for name in ("a.py", "b.py")
+    )
+    assert one != other
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
