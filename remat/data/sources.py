@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import json
 import re
 import sqlite3
@@ -460,9 +461,14 @@ class _SortedFiles:
             table.execute(
                 "CREATE TABLE files (repo TEXT, path TEXT, number INTEGER, content TEXT, origin TEXT, size INTEGER)"
             )
-            table.executemany("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", self._usable())
-            table.execute("CREATE INDEX in_order ON files (repo, path, number)")
-            table.commit()
+            try:
+                table.executemany("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", self._usable())
+                table.execute("CREATE INDEX in_order ON files (repo, path, number)")
+                table.commit()
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                    raise
+                raise OSError(errno.ENOSPC, "no room to sort the rows by repository and path") from error
         return table
 
     def _usable(self) -> Iterator[tuple[str, str, int, str, str, int]]:
