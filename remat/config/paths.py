@@ -115,7 +115,11 @@ def no_state(resume: str, places: str, found: str) -> str:
 def tokenizer_problems(model: ModelConfig) -> list[str]:
     """Return a problem when the tokenizer's folder holds no tokenizer."""
     option, name = ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path)
-    if not name or name == "bytes" or not Path(name).is_dir():
+    if not name or name == "bytes":
+        return []
+    if name.startswith("~") and (full := expand(name)).exists():
+        return [f"{option}={name}: write the path in full, {option}={full}"]
+    if not Path(name).is_dir():
         return []
     if any(file for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)):
         return []
