@@ -83,7 +83,7 @@ def open_blocks(
     show_progress: bool,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Splits:
-    """Return blocks of `seq_len` tokens for training and, unless `data.eval_fraction` is 0, for evaluation.
+    """Return blocks of `seq_len` tokens for training and, unless nothing is held out, for evaluation.
 
     Builds the cache if it is missing. Collective. `cfg.packing` is already resolved for the model: with `documents`,
     several documents share a block and are kept apart. `show_progress` draws a bar while blocks are built.
