@@ -132,7 +132,11 @@ def no_state(resume: str, places: str, found: str) -> str:
 def tokenizer_problems(model: ModelConfig) -> list[str]:
     """Return a problem when the tokenizer's folder holds no tokenizer."""
     option, name = ("model.tokenizer", model.tokenizer) if model.tokenizer else ("model.path", model.path)
-    if not name or name == "bytes" or not os.path.isdir(name):  # noqa: PTH112
+    if not name or name == "bytes":
+        return []
+    if name.startswith("~") and os.path.exists(full := expand(name)):  # noqa: PTH110
+        return [f"{option}={name}: write the path in full, {option}={full}"]
+    if not os.path.isdir(name):  # noqa: PTH112
         return []
     if any(file for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)):
         return []

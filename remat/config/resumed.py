@@ -38,12 +38,13 @@ FREE = tuple(f"{section}." for section in FREE_FORM)
 
 
 def run_folder(place: Path) -> Path:
-    """Return the run directory of a run directory, its `saved` folder or one state folder."""
+    """Return the run directory that `place` is or is inside of: its `saved` folder, by any name, or one state."""
     if place.name.startswith(STEP):
         return place.absolute().parent.parent
     if (place / SAVED).is_dir() or (place / FILE).is_file():
         return place
-    return place.absolute().parent if place.name == SAVED else place
+    holds_states = place.name == SAVED or any(place.glob(f"{STEP}*"))
+    return place.absolute().parent if holds_states else place
 
 
 def find_config(place: Path) -> Path:

@@ -109,7 +109,7 @@ def check_launch(cfg: RunConfig) -> None:
             "tensorboard`, or leave the option out"
         )
     if found:
-        raise ConfigError("\n".join(found))
+        raise ConfigError("\n".join(dict.fromkeys(found)))  # a model and its tokenizer may be at one path
 
 
 def reads_weights(cfg: RunConfig) -> bool:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import io
 import os
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
 
 import numpy as np
 
-from remat.config.options import DataConfig, LongRows, Packing
+from remat.config.options import ConfigError, DataConfig, LongRows, Packing
 from remat.data.formats import Example
 
 
@@ -284,6 +284,24 @@ class LongRowLog:
         if len(self.first) < FIRST_LONG_ROWS:
             self.first.append(f"{origin}: {length} tokens")
         self.longest = max(self.longest, length)
+
+
+def join_long_rows(logs: Iterable[LongRowLog]) -> LongRowLog:
+    """Return one log of the rows in `logs`, which has at least one."""
+    found = list(logs)
+    first = [text for log in found for text in log.first]
+    return LongRowLog(first[:FIRST_LONG_ROWS], max(log.longest for log in found))
+
+
+def refuse_long(cfg: DataConfig, log: LongRowLog, count: int, seq_len: int) -> None:
+    """Raise ConfigError for the `count` rows of `log`, longer than `seq_len`, where data.long_rows is refuse."""
+    if log.first and cfg.long_rows is LongRows.refuse:
+        listed = "\n".join(f"  {row}" for row in log.first)
+        raise ConfigError(
+            f"data.long_rows=refuse, and {count} rows are longer than train.seq_len={seq_len}:\n{listed}\n"
+            f"All fit with train.seq_len={log.longest}. Or set data.long_rows=cut or drop, which count and show what "
+            "is lost"
+        )
 
 
 class BlockWriter:

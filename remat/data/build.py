@@ -43,15 +43,15 @@ from transformers import PreTrainedTokenizerBase
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
 from remat.config.redact import redact
 from remat.config.units import MIB, format_size
-from remat.data.blocks import FIRST_LONG_ROWS, BlockCounts, BlockWriter, LongRowLog, divide, open_writer
+from remat.data.blocks import BlockCounts, BlockWriter, LongRowLog, divide, join_long_rows, open_writer
 from remat.data.files import Hashes
 from remat.data.formats import Example, describe, encode, what_is_read
 from remat.data.held_out import Chooser, bound, characters_of, choose, never, rule
 from remat.data.rows import BadRowLog, Document
-from remat.data.sources import Corpus, open_corpus, refuse_path, refuse_trained, synthetic_blocks
+from remat.data.sources import Corpus, open_corpus, refuse_options, refuse_trained, synthetic_blocks
 from remat.machine.start_up import available_cores
 
-CACHE_VERSION = 4  # raise it when the same data and settings would give other blocks or another report
+CACHE_VERSION = 5  # raise it when the same data and settings would give other blocks or another report
 BATCH_CHARACTERS = 256 * 1024  # a tokenizer needs about 100 bytes per token while it works, in each process
 BATCH_DOCUMENTS = 4096
 SYNTHETIC_BATCH = 256
@@ -100,7 +100,8 @@ def make_plan(
     corpus = held_out = None
     settings: dict[str, Any] = {"version": CACHE_VERSION, "source": str(cfg.source), "seq_len": seq_len}
     if cfg.source == DataSource.synthetic:
-        _check_synthetic(cfg)
+        for path, option in ((cfg.path, "data.path"), (cfg.eval_path, "data.eval_path")):
+            refuse_options(cfg, path, option)
         cfg = replace(cfg, format=DataFormat.plain)
         settings |= {"blocks": cfg.synthetic_blocks, "eval_fraction": cfg.eval_fraction, "seed": seed}
         settings["eval_tokens"] = cfg.eval_tokens
@@ -147,10 +148,11 @@ def write_blocks(plan: Plan, folder: Path, shards: Path, *, show_progress: bool)
     started = time.perf_counter()
     blocks_bytes, shards_bytes = _estimate(plan)
     sharded = shards_bytes >= SHARDED_FROM
-    _check_room(plan, folder, blocks_bytes + shards_bytes * sharded)
+    there = sum(shard.stat().st_size for shard in shards.glob("*.npz"))  # of a build that was stopped
+    _check_room(plan, folder, blocks_bytes + max(0, shards_bytes - there) * sharded)
     written = _write_halves(plan, folder, show_progress, shards if sharded else None)
     if plan.divides and not all(half.blocks for half in written.counts.values()):
-        written = _write_divided(plan, folder, show_progress)
+        written = _write_divided(plan, folder, show_progress, shards if sharded else None)
     plan.hashes.refuse_changed()
     counts = {name: asdict(half) for name, half in written.counts.items()}
     _check_not_empty(plan, counts, written.bad_rows)
@@ -202,7 +204,8 @@ def _write_halves(plan: Plan, folder: Path, show_progress: bool, shards: Path | 
         else:
             empty = _write_documents(plan, plan.corpus, is_held_out, writers, bad_rows, show_progress, shards)
         counts = {name: writer.close() for name, writer in writers.items()}
-        return _Written(counts, empty, bad_rows, held_out_by, _long_rows(writers))
+        long_rows = join_long_rows(writer.long_rows for writer in writers.values())
+        return _Written(counts, empty, bad_rows, held_out_by, long_rows)
 
 
 def _sample(plan: Plan, corpus: Corpus) -> list[tuple[Document, int]]:
@@ -253,25 +256,20 @@ def _bytes_of(plan: Plan, length: int) -> float:
     return 5.0 * plan.seq_len
 
 
-def _long_rows(writers: dict[str, BlockWriter]) -> LongRowLog:
-    found = [writer.long_rows for writer in writers.values()]
-    first = [text for log in found for text in log.first]
-    return LongRowLog(first[:FIRST_LONG_ROWS], max(log.longest for log in found))
-
-
-def _write_divided(plan: Plan, folder: Path, show_progress: bool) -> _Written:
+def _write_divided(plan: Plan, folder: Path, show_progress: bool, shards: Path | None) -> _Written:
     """Write the halves by holding out blocks, where documents are too few or too unequal to give both halves a block.
 
     Rows have a block each until then, so they are held out one by one. Cut and dropped documents count to training,
-    because they were cut before the blocks were divided.
+    because they were cut before the blocks were divided. Of `shards` those are encoded anew in which documents begin or
+    end otherwise, because their text was in both halves.
     """
     assert plan.corpus is not None
     bad_rows = BadRowLog(plan.cfg.on_bad_row)
     unpacked = replace(plan, cfg=replace(plan.cfg, packing=Packing.none))
     with _writers(unpacked, folder, {"train": "whole"}) as writers:
-        empty = _write_documents(plan, plan.corpus, Chooser(never), writers, bad_rows, show_progress)
+        empty = _write_documents(plan, plan.corpus, Chooser(never), writers, bad_rows, show_progress, shards)
         whole = writers["train"].close()
-        long_rows = _long_rows(writers)
+        long_rows = writers["train"].long_rows
     with _writers(plan, folder, {name: name for name in HALVES}) as writers:
         names = [f"block {index}" for index in range(whole.blocks)]
         fraction = plan.cfg.eval_fraction
@@ -317,7 +315,7 @@ def _write_documents(
     writers: dict[str, BlockWriter],
     bad_rows: BadRowLog,
     show_progress: bool,
-    shards: Path | None = None,
+    shards: Path | None,
 ) -> int:
     """Encode and write all documents; return how many were empty. With `shards` several processes encode."""
     empty = 0
@@ -457,15 +455,6 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         # Truncation and padding are left over from the last call and no property of the tokenizer.
         return identity | {"json": {k: v for k, v in serialized.items() if k not in ("truncation", "padding")}}
     return identity | {"class": type(tokenizer).__name__, "vocab": sorted(tokenizer.get_vocab().items())}
-
-
-def _check_synthetic(cfg: DataConfig) -> None:
-    refuse_path(cfg, cfg.path, "data.path")
-    refuse_path(cfg, cfg.eval_path, "data.eval_path")
-    if cfg.format not in (DataFormat.auto, DataFormat.plain):
-        raise ConfigError(
-            f"data.format={cfg.format} needs rows, but data.source=synthetic: set data.format=plain"
-        )
 
 
 def _check_not_empty(plan: Plan, counts: dict[str, dict[str, int]], bad_rows: BadRowLog) -> None:

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from remat.config import paths
-from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, LongRows, Packing
+from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, Packing
 from remat.config.redact import redact_text
 from remat.config.units import format_count
 from remat.config.validation import of_source
-from remat.data.blocks import Blocks
+from remat.data.blocks import Blocks, LongRowLog, refuse_long
 from remat.data.build import NoRoom, Plan, make_plan, write_blocks
 from remat.data.files import Hashes
 from remat.data.mixture import Mixture, mixed_report
@@ -83,7 +83,7 @@ def open_blocks(
     show_progress: bool,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Splits:
-    """Return blocks of `seq_len` tokens for training and, unless `data.eval_fraction` is 0, for evaluation.
+    """Return blocks of `seq_len` tokens for training and, unless nothing is held out, for evaluation.
 
     Builds the cache if it is missing. Collective. `cfg.packing` is already resolved for the model: with `documents`,
     several documents share a block and are kept apart. `show_progress` draws a bar while blocks are built.
@@ -120,7 +120,6 @@ def _open_stream(
         raise ConfigError(
             f"data.path={cfg.path} is other data on rank {other} than on rank 0: give every node the same"
         )
-    _refuse_long(found[0].report, cfg)
     return found[0]
 
 
@@ -268,7 +267,8 @@ def _open(folder: Path, cfg: DataConfig, seq_len: int) -> Splits:
     bad_rows = report["bad_rows"]
     if bad_rows["count"] and cfg.on_bad_row == BadRows.stop:
         raise ConfigError(stop_text(bad_rows["first"]))
-    _refuse_long(report, cfg)
+    too_long = LongRowLog(**report["long_rows"])
+    refuse_long(cfg, too_long, _total(report)["truncated_documents"], seq_len)
 
     def half(name: str) -> Blocks:
         blocks = Blocks.open(folder, name, seq_len)
@@ -276,17 +276,6 @@ def _open(folder: Path, cfg: DataConfig, seq_len: int) -> Splits:
 
     held_out = half("held_out") if report["held_out"] else None
     return Splits(half("train"), held_out, {**report, "folder": str(folder), "key": folder.name})
-
-
-def _refuse_long(report: dict[str, Any], cfg: DataConfig) -> None:
-    too_long = report["long_rows"]
-    if too_long["first"] and cfg.long_rows is LongRows.refuse:
-        listed = "\n".join(f"  {row}" for row in too_long["first"])
-        raise ConfigError(
-            f"data.long_rows=refuse, and {_total(report)['truncated_documents']} rows are longer than "
-            f"train.seq_len={report['seq_len']}:\n{listed}\nAll fit with train.seq_len={too_long['longest']}. Or set "
-            "data.long_rows=cut or drop, which count and show what is lost"
-        )
 
 
 def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
@@ -322,7 +311,8 @@ def _build_once(folder: Path, plan: Plan, show_progress: bool) -> None:
             _publish(temporary, folder)
             shutil.rmtree(shards, ignore_errors=True)
         except ConfigError as error:
-            shutil.rmtree(shards, ignore_errors=True)  # a remedy changes data or options
+            if not isinstance(error, NoRoom):  # another remedy changes data or options
+                shutil.rmtree(shards, ignore_errors=True)
             # The random id tells this failure from the same one in an earlier run.
             told = {"id": uuid.uuid4().hex, "error": redact_text(str(error))}
             failure.write_text(json.dumps(told | {"no_room": isinstance(error, NoRoom)}))

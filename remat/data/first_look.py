@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from remat.config import validation
 from remat.config.options import ConfigError, DataConfig, DataFormat, DataSource, ModelConfig
 from remat.data.formats import NO_TEMPLATE, WITHOUT_TEMPLATE, check_template, needs_template, read_template
-from remat.data.sources import describe_trained, find_format, local_files
+from remat.data.sources import describe_trained, find_format, local_files, refuse_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,11 +134,14 @@ def load_run_tokenizer(data: DataConfig, model: ModelConfig) -> PreTrainedTokeni
 
 def _format_of(data: DataConfig) -> DataFormat:
     """Return the format of the training data. Raises ConfigError, also for held-out data of another format."""
+    named = (("data.path", data.path), ("data.eval_path", data.eval_path))
     if data.source is DataSource.synthetic:
+        for option, path in named:
+            refuse_options(data, path, option)
         return DataFormat.plain
     problems: list[str] = []
     found = data.format
-    for option, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+    for option, path in named:
         if option == "data.path" or path:
             try:
                 found = find_format(replace(data, format=found), path, option)

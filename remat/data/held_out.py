@@ -46,9 +46,11 @@ def bound(
         size += document.size
         tokens += length
         characters += characters_of(document)
-    if not (most_tokens and size and tokens and total):
+    if not (most_tokens and tokens):
         return fraction, math.inf
-    return min(fraction, most_tokens * size / (tokens * total)), most_tokens * characters / tokens
+    # rows of compressed files and of Arrow tables have no size: only the characters bound them
+    share = most_tokens * size / (tokens * total) if size and total else fraction
+    return min(fraction, share), most_tokens * characters / tokens
 
 
 class Chooser:

@@ -85,9 +85,9 @@ def _message(message: Any, place: int) -> dict[str, Any]:
         kept["tool_calls"], content = _calls(content, place), ""
     elif message.get("function_call"):
         kept["tool_calls"] = [{"type": "function", "function": message["function_call"]}]
-    if kept.get("tool_calls"):
-        kept["tool_calls"] = [_with_arguments(call) for call in kept["tool_calls"]]
-    elif content is None:
+    if "tool_calls" in kept:
+        kept["tool_calls"] = _listed_calls(kept["tool_calls"], place)
+    if content is None and not kept.get("tool_calls"):
         raise ValueError(f"message {place}: content is null, not text")
     return {"role": ROLES.get(role, role), **kept, "content": content or ""}
 
@@ -122,6 +122,13 @@ def _calls(content: str | None, place: int) -> list[dict[str, Any]]:
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise ValueError(f"message {place}: a function_call is not a JSON object with name and arguments")
     return [{"type": "function", "function": call} for call in calls]
+
+
+def _listed_calls(given: Any, place: int) -> list[Any]:
+    calls = _from_text(given) or []
+    if not isinstance(calls, list):
+        raise ValueError(f"message {place}: tool_calls is {kind(calls)}, not a list")
+    return [_with_arguments(call) for call in calls]
 
 
 def _with_arguments(call: Any) -> Any:
@@ -340,7 +347,7 @@ def _check_roles(cfg: DataConfig) -> None:
 
 def _instruction(row: dict[str, Any], cfg: DataConfig) -> Instruction:
     _check_roles(cfg)
-    earlier = row.get("history") or []
+    earlier = _from_text(row.get("history")) or []
     if not isinstance(earlier, list) or not all(
         isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
         for turn in earlier

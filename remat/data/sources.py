@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import json
 import re
 import sqlite3
@@ -119,7 +120,7 @@ def open_corpus(cfg: DataConfig, path: Any, option: str = "data.path", hashes: H
     """
     hashes = hashes or Hashes()
     if cfg.source == DataSource.python_stdlib:
-        _check_bundled(cfg, path, option)
+        refuse_options(cfg, path, option)
         return _texts(cfg, stdlib_files(), "python_stdlib", hashes)
     if not path:
         raise ConfigError(f"data.source={cfg.source} needs {option}=FILE_FOLDER_OR_NAME, which is empty")
@@ -164,20 +165,16 @@ def _in_both(cfg: DataConfig) -> str:
     )
 
 
-def refuse_path(cfg: DataConfig, path: Any, option: str) -> None:
-    """Raise ConfigError for a `path` beside a data.source that reads none."""
+def refuse_options(cfg: DataConfig, path: Any, option: str) -> None:
+    """Raise ConfigError for a `path`, or a format of rows, beside a data.source that has neither."""
     if path:
         raise ConfigError(
             f"{option}={path} has no meaning with data.source={cfg.source}: choose data=files or hub, "
             f"or remove {option}"
         )
-
-
-def _check_bundled(cfg: DataConfig, path: Any, option: str) -> None:
-    refuse_path(cfg, path, option)
     if cfg.format not in (DataFormat.auto, DataFormat.plain):
         raise ConfigError(
-            f"data.format={cfg.format} needs rows with fields, but data.source=python_stdlib is plain text: choose "
+            f"data.format={cfg.format} needs rows with fields, and data.source={cfg.source} has none: choose "
             "data=files or hub, or remove data.format"
         )
 
@@ -206,11 +203,15 @@ def _texts(cfg: DataConfig, files: list[SourceFile], named: Any, hashes: Hashes)
     def part(file: SourceFile, bad_rows: BadRowLog) -> Iterator[Document]:
         return _text(file, bad_rows, _divided_into(file, len(files), total_bytes))
 
+    def identity() -> list[str]:
+        # a header may have the file's own name, which is not in its hash
+        return hashes.of(files, str(named)) + [file.path.name for file in files if cfg.join_files]
+
     count = format_count(len(files), "text file")
     return Corpus(
         [partial(_joined_texts, cfg, name, inside) for name, inside in together.items()]
         or [partial(part, file) for file in files],
-        lambda: hashes.of(files, str(named)),
+        identity,
         total_bytes,
         "python_stdlib" if named == "python_stdlib" else "text",
         DataFormat.plain,
@@ -360,7 +361,7 @@ def _unfinished_bytes(raw: bytes) -> int:
 def repositories(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
     """Group files by the first folder in their name; "" for files directly in the folder that the user named.
 
-    Files keep their order, which is by name. Each path of a list is a repository.
+    Files keep their order, which is by name. Each path of a list is a repository, named by its number in it from 0.
     """
     found: dict[str, list[SourceFile]] = {}
     for file in files:
@@ -376,7 +377,8 @@ def _joined_texts(
 
     def pieces() -> Iterator[Document]:
         for file in files:
-            path = file.path.name if file.name == ONE else file.name.removeprefix(f"{repository}/")
+            inside = file.name.removeprefix(f"{repository}/")
+            path = file.path.name if inside == ONE else inside
             header, begins = cfg.file_header.format(repo=repository, path=path), True
             for piece in _decoded(file, bad_rows, None):
                 if piece is not None:
@@ -459,9 +461,14 @@ class _SortedFiles:
             table.execute(
                 "CREATE TABLE files (repo TEXT, path TEXT, number INTEGER, content TEXT, origin TEXT, size INTEGER)"
             )
-            table.executemany("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", self._usable())
-            table.execute("CREATE INDEX in_order ON files (repo, path, number)")
-            table.commit()
+            try:
+                table.executemany("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)", self._usable())
+                table.execute("CREATE INDEX in_order ON files (repo, path, number)")
+                table.commit()
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                    raise
+                raise OSError(errno.ENOSPC, "no room to sort the rows by repository and path") from error
         return table
 
     def _usable(self) -> Iterator[tuple[str, str, int, str, str, int]]:

@@ -21,7 +21,16 @@ from transformers import PreTrainedTokenizerBase
 from remat.config.options import ConfigError, DataConfig, Packing
 from remat.config.redact import redact
 from remat.data.batches import GlobalBatches, StepBatch
-from remat.data.blocks import BlockCounts, Blocks, BlockWriter, LongRowLog, epoch_order, open_writer
+from remat.data.blocks import (
+    BlockCounts,
+    Blocks,
+    BlockWriter,
+    LongRowLog,
+    epoch_order,
+    join_long_rows,
+    open_writer,
+    refuse_long,
+)
 from remat.data.build import CACHE_VERSION, report_source, tokenizer_identity
 from remat.data.files import Sketches
 from remat.data.formats import encode, what_is_read
@@ -79,6 +88,14 @@ class Window(NamedTuple):
     long_rows: LongRowLog
 
 
+class HeldOut(NamedTuple):
+    """Held-out blocks, counts of their rows and tokens, and the log of rows that were too long."""
+
+    blocks: Blocks
+    counts: BlockCounts
+    long_rows: LongRowLog
+
+
 class Stream:
     """The windows of a corpus, by their place. Training begins at `first`; documents before it are held out."""
 
@@ -89,8 +106,11 @@ class Stream:
         self._corpus, self._tokenizer, self._seq_len = corpus, tokenizer, seq_len
         self._reading: _Reading | None = None
 
-    def held_out(self, rows: int, tokens: int) -> tuple[Blocks, BlockCounts]:
-        """Return the first documents as blocks, at most `rows` and about `tokens` (0: no limit). Moves `first`."""
+    def held_out(self, rows: int, tokens: int) -> HeldOut:
+        """Return the first documents as blocks, at most `rows` and about `tokens` (0: no limit). Moves `first`.
+
+        Raises ConfigError for data that cannot be used, and where none is left to train on.
+        """
         writer, bad_rows, count = self._writer(), BadRowLog(self.cfg.on_bad_row), 0
         after = None
         for read in self._documents(self.first, bad_rows):
@@ -107,18 +127,20 @@ class Stream:
                 "train on: lower data.eval_rows or data.eval_tokens, name data.eval_path, or set data.eval_fraction=0"
             )
         self.first = after
-        return self._apart(writer.in_memory()), writer.counts
+        return HeldOut(self._finished(writer, bad_rows), writer.counts, writer.long_rows)
 
-    def everything(self, tokens: int) -> tuple[Blocks, BlockCounts]:
-        """Return all documents of held-out data as blocks, or the first ones with about `tokens` (0: no limit)."""
+    def everything(self, tokens: int) -> HeldOut:
+        """Return all documents of held-out data as blocks, or the first ones with about `tokens` (0: no limit).
+
+        Raises ConfigError for data that cannot be used.
+        """
         writer, bad_rows = self._writer(), BadRowLog(self.cfg.on_bad_row)
         for document in self._corpus.read(bad_rows):
             if tokens and writer.added >= tokens:
                 break
             if document.content:
                 self._add_batch(writer, [_Read(Place(), document)], [], bad_rows)
-        bad_rows.check()
-        return self._apart(writer.in_memory()), writer.counts
+        return HeldOut(self._finished(writer, bad_rows), writer.counts, writer.long_rows)
 
     def window(self, place: Place) -> Window:
         """Return the window that begins at `place`. Raises ConfigError for data that cannot be used."""
@@ -136,8 +158,7 @@ class Stream:
                 self._add_batch(writer, batch, begun, bad_rows)
                 batch, characters = [], 0
         self._add_batch(writer, batch, begun, bad_rows)
-        bad_rows.check()
-        blocks, counts, again = self._apart(writer.in_memory()), writer.counts, [read]
+        blocks, counts, again = self._finished(writer, bad_rows), writer.counts, [read]
         following, bad = read.place, bad_rows.count
         # tokens that do not fill a block: the next window begins with them
         if counts.dropped_tokens and following.epoch == place.epoch:
@@ -163,7 +184,11 @@ class Stream:
     def _writer(self) -> BlockWriter:
         return open_writer(self.cfg, None, "", seq_len=self._seq_len, pad_id=self._tokenizer.pad_token_id)
 
-    def _apart(self, blocks: Blocks) -> Blocks:
+    def _finished(self, writer: BlockWriter, bad_rows: BadRowLog) -> Blocks:
+        """Return the blocks of `writer`. Raises ConfigError for rows that data.on_bad_row or data.long_rows refuses."""
+        bad_rows.check()
+        refuse_long(self.cfg, writer.long_rows, writer.counts.truncated_documents, self._seq_len)
+        blocks = writer.in_memory()
         return blocks.documents_apart() if self.cfg.packing is Packing.documents else blocks
 
     def _going_on(self, place: Place) -> _Reading:
@@ -319,7 +344,7 @@ def open_stream(
         "tokenizer": tokenizer_identity(tokenizer),
     } | what_is_read(cfg, tokenizer)
     stream = Stream(cfg, corpus, tokenizer, seq_len, seed)
-    held: tuple[Blocks, BlockCounts] | None = None
+    held: HeldOut | None = None
     if cfg.eval_path:
         other = open_corpus(cfg, cfg.eval_path, "data.eval_path", sketches)
         refuse_trained(cfg, corpus, other)
@@ -328,20 +353,20 @@ def open_stream(
     elif not cfg.holds_nothing_out():
         held = stream.held_out(cfg.eval_rows, cfg.eval_tokens)
     window = stream.window(stream.first)
-    if not len(window.blocks) or (held is not None and not len(held[0])):
+    if not len(window.blocks) or (held is not None and not len(held.blocks)):
         option = "data.eval_rows, data.eval_tokens or data.eval_path" if len(window.blocks) else "data.path"
         raise ConfigError(
             f"{option} leaves no block of train.seq_len={seq_len} tokens: give more data or a smaller train.seq_len"
         )
     report = report_source(corpus, cfg, tokenizer, seq_len) | {
         "train": asdict(window.counts),
-        "held_out": held and asdict(held[1]),
+        "held_out": held and asdict(held.counts),
         "held_out_by": held and ("data.eval_path" if cfg.eval_path else "data.eval_rows"),
         "empty_documents": 0,
-        "long_rows": asdict(window.long_rows),
+        "long_rows": asdict(join_long_rows([window.long_rows, *([held.long_rows] if held else [])])),
         "bad_rows": {"count": window.following.lost.get("bad_rows", 0), "first": []},
         "folder": "",
         "key": hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
         "streamed": True,
     }
-    return FirstWindow(stream, window), held and held[0], report
+    return FirstWindow(stream, window), held and held.blocks, report

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from remat.config.options import ConfigError
 from remat.data.formats import NO_TEMPLATE, read_template
@@ -31,7 +32,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     Decoding restores any text. Text that spells a special token is read as that token, as with every Hugging Face
     tokenizer.
     """
-    tokenizer = Tokenizer(models.BPE(vocab=_byte_characters(), merges=[]))
+    of_characters = {character: byte for byte, character in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=of_characters, merges=[]))
     # use_regex=False: without merges word boundaries have no effect, and this is twice as fast.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False, trim_offsets=False
@@ -94,15 +96,3 @@ def _short(error: Exception) -> str:
     """Return the library's message. The type of error is added unless it is an OSError, whose text is for users."""
     text = str(error).strip()[:1000]
     return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
-
-
-def _byte_characters() -> dict[str, int]:
-    """Return GPT-2's printable character for each byte -> the byte.
-
-    Source: `bytes_to_unicode` of openai/gpt-2 encoder.py.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {chr(byte): byte for byte in printable}
-    characters.update({chr(256 + place): byte for place, byte in enumerate(others)})
-    return characters

@@ -67,8 +67,8 @@ def refuse_too_little(folder: Path, needed: int) -> None:
     free = free_bytes(folder)
     if needed > free:
         raise SaveError(
-            f"{folder} has no room: {describe_size(needed)} needed, {describe_size(free)} free. Free some or lower "
-            "save.keep; the older states are kept until a new one is complete"
+            f"{folder} has no room: {describe_size(needed)} needed, {describe_size(free)} free. Free some, or delete "
+            "an older state (RUN_DIR/saved/step-...): those beyond save.keep go only when a new one is complete"
         )
 
 

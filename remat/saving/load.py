@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remat.config import ds_config, paths
+from remat.config import ds_config, paths, resumed
 from remat.config.options import NOT_FOLDERS, ConfigError, OptimStates, Precision
 from remat.machine import distributed, rng
 from remat.saving import frozen, manifest, nvme, reshard, safe_load, shares
-from remat.saving.manifest import ENGINE, SAVED, STEP, UNFINISHED, SavedState
+from remat.saving.manifest import ENGINE, SAVED, UNFINISHED, SavedState
 from remat.saving.save import engine_layout, engine_precision, rng_file
 
 ROUND_S = 5.0  # between two reports of the ranks that verify a state
@@ -105,7 +105,7 @@ def resolve_resume(
         places = distributed.broadcast(_runs(recipe) if distributed.place()[0] == 0 else None)
     notes: list[str] = []
     for place in places:
-        own(_run_dir(place))
+        own(resumed.run_folder(place))
         found = find_newest(place, progress)
         notes += [f"{place.name}/{note}" for note in found.notes]
         if found.state is not None:
@@ -207,16 +207,6 @@ def load(engine: Any, state: SavedState) -> None:
     frozen.load_engine(engine, state.path, state.info)
     rng.put(own["rng"])
     distributed.barrier()
-
-
-def _run_dir(place: Path) -> Path:
-    """Return the run directory that `place` is or is inside of; `place` is a path as in `list_states`."""
-    if place.name.startswith(STEP):
-        return place.absolute().parent.parent
-    if (place / SAVED).is_dir():
-        return place
-    holds_states = place.name == SAVED or any(place.glob(f"{STEP}*"))
-    return place.absolute().parent if holds_states else place
 
 
 def _runs(recipe: Path) -> list[Path]:

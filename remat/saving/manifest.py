@@ -300,6 +300,8 @@ def publish(tmp: Path, final: Path) -> None:
     sync(tmp)
     old = final.with_name(f"{OLD}{final.name}")
     if final.exists():
+        if old.exists():  # a killed publish left it
+            remove(old)
         final.rename(old)
     tmp.rename(final)
     sync(final.parent)

@@ -71,6 +71,15 @@ def test_a_folder_without_a_tokenizer_is_told_beside_what_else_is_wrong(model: P
     )
 
 
+def test_the_home_folder_in_the_path_of_a_tokenizer_is_told_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for option, more in (("model.tokenizer", f"model.path={model}"), ("model.path", "model.tokenizer=null")):
+        told = f"{option}=~/model: write the path in full, {option}={model}"
+        assert refusal(f"{option}=~/model", more).splitlines().count(told) == 1
+
+
 def test_a_folder_in_which_nothing_was_saved_is_told(tmp_path: Path) -> None:
     run = tmp_path / "tiny_zero3_offload" / "a"
     (run / "saved").mkdir(parents=True)

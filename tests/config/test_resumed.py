@@ -59,6 +59,12 @@ def test_the_runs_own_configuration_is_taken(run: Path, below: str) -> None:
     compose.check_recipe([f"resume={place}"])
 
 
+def test_a_folder_of_states_is_inside_its_run_by_any_name(run: Path) -> None:
+    kept = (run / "saved").rename(run / "kept")
+    for place in (run, kept, kept / "step-000020"):
+        assert resumed.run_folder(place) == run
+
+
 def test_words_change_it(run: Path) -> None:
     cfg = composed(f"resume={run}", "train.steps=300", "optim.lr=1e-4", "train.precision=fp32", "run_id=null")
     assert (cfg.train.steps, cfg.optim.lr, cfg.train.precision) == (300, 1e-4, Precision.fp32)

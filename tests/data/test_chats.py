@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from remat.config.options import AlpacaPrompt, BadRows, ConfigError, DataConfig, DataFormat, DataSource
 from remat.data.cache import open_blocks
 from remat.data.formats import encode
-from remat.data.rows import BadRowLog, Document, content_of
+from remat.data.rows import BadRowLog, Document, Instruction, content_of
 from remat.data.sources import open_corpus
 from remat.data.tokenizer import byte_tokenizer, load_tokenizer
 from tests.data.test_sources import documents
@@ -364,6 +364,13 @@ def test_a_file_that_changes_its_format_stops_at_the_row(tmp_path: Path) -> None
         ([{"from": "function_call", "value": "look(sky)"}], "message 1: a function_call is not a JSON object"),
         ("[not json", "field 'messages' is not a list"),
         ([None], "message 1 has no role"),
+        (
+            [{"role": "assistant", "content": "a", "tool_calls": 7}],
+            "message 1: tool_calls is a number, not a list",
+        ),
+        ([{"role": "assistant", "tool_calls": '{"f": 1}'}], "message 1: tool_calls is an object, not a list"),
+        ([{"role": "assistant", "tool_calls": "f(x)"}], "message 1: tool_calls is text, not a list"),
+        ([{"role": "assistant", "tool_calls": "[]"}], "message 1: content is null, not text"),
     ],
 )
 def test_chats_that_cannot_be_used_say_why(messages: Any, reason: str) -> None:
@@ -456,3 +463,24 @@ def test_a_row_is_read_alike_from_every_place(tmp_path: Path) -> None:
     (found,) = documents(config(format=DataFormat.chat), str(tmp_path / "a.csv"))
     expected = Document(content_of(OPENAI, DataConfig(format=DataFormat.chat)), "", "")
     assert found.content == expected.content
+
+
+def test_a_list_inside_a_row_may_be_json_text_too(tmp_path: Path) -> None:
+    """The calls of a message, and the earlier turns of an alpaca row, as in a CSV cell."""
+    calls = [{"type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}]
+    as_list, as_text = (
+        content_of(
+            {"messages": [{"role": "assistant", "tool_calls": each}]}, DataConfig(format=DataFormat.chat)
+        )
+        for each in (calls, json.dumps(calls))
+    )
+    assert as_text == as_list
+    none = {"messages": [{"role": "assistant", "content": "a", "tool_calls": "[]"}]}
+    (message,) = content_of(none, DataConfig(format=DataFormat.chat)).messages  # type: ignore[union-attr]
+    assert message == {"role": "assistant", "tool_calls": [], "content": "a"}
+    turns = [["How?", "So."]]
+    (tmp_path / "a.csv").write_text(
+        "instruction,output,history\ni,o," + '"' + json.dumps(turns).replace('"', '""') + '"\ni,o,\n'
+    )
+    found = [each.content for each in documents(config(format=DataFormat.alpaca), str(tmp_path / "a.csv"))]
+    assert found == [Instruction("i", "", "o", history=[("How?", "So.")]), Instruction("i", "", "o")]

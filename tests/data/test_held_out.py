@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,23 @@ def test_held_out_tokens_are_bounded_wherever_the_data_lies(tmp_path: Path) -> N
     assert moved.held_out.tokens(every).tolist() == bounded.held_out.tokens(every).tolist()
     unbounded = opened(tmp_path, "a.jsonl", seed=1, seq_len=16, eval_tokens=0)
     assert unbounded.report["held_out"]["tokens"] == by_fraction.report["held_out"]["tokens"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.arrow"])
+def test_held_out_tokens_are_bounded_where_rows_have_no_size(tmp_path: Path, name: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [{"text": f"<{row}>" + "x" * (row % 50)} for row in range(3000)]
+    if name == "a.arrow":
+        table = pyarrow.Table.from_pylist(rows)
+        with pyarrow.ipc.new_file(str(tmp_path / name), table.schema) as file:
+            file.write_table(table)
+    else:
+        lines = [json.dumps(row) if ".json" in name else row["text"] for row in rows]
+        separator, begin, end = (",", "[", "]") if ".json." in name else ("\n", "text\n" * (".csv" in name), "")
+        (tmp_path / name).write_bytes(gzip.compress(f"{begin}{separator.join(lines)}{end}".encode()))
+    found = opened(tmp_path, name, seed=1, seq_len=16, eval_tokens=1000).report["held_out"]["tokens"]
+    assert 900 < found < 1100
+    assert opened(tmp_path, name, seed=1, seq_len=16).report["held_out"]["tokens"] > 3500
 
 
 @pytest.mark.parametrize("count", [400, pytest.param(6000, marks=pytest.mark.exhaustive)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from remat.config import validation
 from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, DataSource, FileType
 from remat.data import sources
+from remat.data.build import NoRoom
 from remat.data.cache import open_blocks
 from remat.data.rows import BadRowLog
 from tests.data.test_cache import byte_tokenizer
@@ -69,6 +71,21 @@ def test_files_of_a_folder_are_one_document(tmp_path: Path) -> None:
     assert joined(cfg, str(folder_of_files(tmp_path))) == JOINED
     parts = joined(cfg, [str(tmp_path / "one"), str(tmp_path / "two")])
     assert parts == {"0": JOINED["one"], "1": JOINED["two"]}  # each path that is named is a repository
+    named = [tmp_path / "one" / "README", tmp_path / "two" / "z.md"]
+    headed = config(file_type=FileType.text, file_header="<{repo} {path}>")
+    assert joined(headed, [str(path) for path in named]) == {"0": "<0 README>read me", "1": "<1 z.md>zet\n"}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_file_under_another_name_has_another_header_and_another_cache(tmp_path: Path, several: bool) -> None:
+    (tmp_path / "a.py").write_text("a = 1\n")
+    (tmp_path / "b.py").write_text("a = 1\n")
+    (tmp_path / "c.py").write_text("c = 1\n")
+    cfg, more = config(file_type=FileType.text), [str(tmp_path / "c.py")] * several
+    one, other = (
+        sources.open_corpus(cfg, [str(tmp_path / name), *more]).identity() for name in ("a.py", "b.py")
+    )
+    assert one != other
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
@@ -128,6 +145,23 @@ def test_rows_that_name_no_file_are_bad_rows_each_time_they_are_read(tmp_path: P
         assert log.count == 2 and "has no field 'path'" in log.first[0] and "is a number" in log.first[1]
     with pytest.raises(ConfigError, match=r"has no field 'path', which data\.join_files=true needs"):
         list(documents(config(cache_dir=str(tmp_path)), str(path)))
+
+
+def test_a_disk_that_fills_up_while_rows_are_sorted_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "files.jsonl", sqlite3.connect
+    path.write_text(json.dumps({"repo": "r", "path": "p", "text": "x" * 100_000}) + "\n")
+
+    def small(*given: Any, **more: Any) -> sqlite3.Connection:
+        table = real(*given, **more)
+        table.execute("PRAGMA max_page_count=4")
+        return table
+
+    monkeypatch.setattr(sources.sqlite3, "connect", small)
+    cfg = config(path=str(path), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(NoRoom, match=r"(?s)data\.cache_dir=.* no room to sort the rows .*has room"):
+        open_blocks(cfg, tokenizer=byte_tokenizer(), seq_len=24, seed=1, show_progress=False)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -151,6 +152,56 @@ def test_after_a_kill_what_was_encoded_is_kept_and_checked(
     assert Inline.given == [2, *range(4, 13)]
     assert files_of(found) == files_of(whole)
     assert {path.name for path in Path(cfg.cache_dir).iterdir()} - {"hashes"} == {found.key}
+
+
+def test_what_was_encoded_before_the_disk_filled_up_needs_no_room_again(
+    cfg: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, check, needed = build._write_shard, build._check_room, list[float]()
+    room = build.shutil.disk_usage(cfg.path)
+
+    def full(folder: Path, index: int, *more: Any) -> None:
+        if index == 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(folder, index, *more)
+
+    def watched(plan: build.Plan, folder: Path, needed_bytes: float) -> None:
+        needed.append(needed_bytes)
+        check(plan, folder, needed_bytes)
+
+    monkeypatch.setattr(build, "ProcessPoolExecutor", Inline)
+    monkeypatch.setattr(build, "_check_room", watched)
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "_write_shard", full)
+        with pytest.raises(build.NoRoom, match="No space left on device"):
+            opened(cfg)
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda _: room._replace(free=0))
+    with pytest.raises(build.NoRoom, match="free some"):
+        opened(cfg)
+    assert needed[1] < needed[0]
+    free = int(build.SURE * needed[1]) + 1
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda _: room._replace(free=free))
+    Inline.given.clear()
+    opened(cfg)
+    assert Inline.given == [10, 11, 12]
+
+
+def test_what_is_divided_in_blocks_at_last_is_not_encoded_twice(
+    cfg: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a text in both halves, the batches with an end that was only between the halves are."""
+    monkeypatch.setattr(build, "BATCH_CHARACTERS", 100)
+    (tmp_path / "a.txt").write_text("".join(f"<{number:03d} {'y' * 20}>\n" for number in range(50)))
+    cfg = replace(cfg, path=str(tmp_path / "a.txt"), eval_fraction=0.05)
+    monkeypatch.setattr(build, "ProcessPoolExecutor", Inline)
+    Inline.given.clear()
+    found = opened(cfg)
+    batches = max(Inline.given) + 1
+    assert found.report["held_out_by"] == "blocks" and batches > 8
+    assert Inline.given[:batches] == [*range(batches)]
+    assert 0 < len(Inline.given[batches:]) < batches // 2
+    monkeypatch.setattr(build, "SHARDED_FROM", 10**9)
+    assert files_of(found) == files_of(opened(replace(cfg, cache_dir=str(tmp_path / "alone"))))
 
 
 def test_a_disk_without_room_for_blocks_and_shards_is_told_before_anything_is_written(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,7 @@ from remat.config.options import (
     RunConfig,
     TrainConfig,
 )
-from remat.data import streaming
+from remat.data import cache, streaming
 from remat.data.cache import Splits, open_blocks
 from remat.data.streaming import FirstWindow, StreamedBatches
 from remat.data.tokenizer import byte_tokenizer
@@ -228,6 +229,47 @@ def test_what_is_lost_is_counted_and_unusable_rows_are_told(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"1\.jsonl:102: is not JSON"):
         while batches.next_step().epoch == 0:
             pass
+
+
+def write_chats(path: Path, lengths: list[int]) -> None:
+    """A chat of some 20 tokens more than each of `lengths`."""
+    turns = [[("user", "Hi"), ("assistant", "x" * length)] for length in lengths]
+    rows = [{"messages": [{"role": role, "content": said} for role, said in chat]} for chat in turns]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_row_that_is_too_long_is_told_or_refused_wherever_it_is(tmp_path: Path) -> None:
+    """Held out by number or by a path of its own, and in a window after the first."""
+    short, long = tmp_path / "short.jsonl", tmp_path / "long.jsonl"
+    write_chats(short, [40] * 400)
+    write_chats(long, [400, *[40] * 9])
+    lists = {"source": DataSource.files, "streaming": True, "packing": Packing.documents}
+    first = DataConfig(path=[str(long), str(short)], eval_rows=10, **lists)  # type: ignore[arg-type]
+    own = DataConfig(path=str(short), eval_path=str(long), eval_fraction=0, **lists)  # type: ignore[arg-type]
+    for cfg in (first, own):
+        report = opened(cfg).report
+        assert report["train"]["truncated_documents"] == 0
+        assert re.search(
+            r"1 of \d+ rows are longer .*; the first: .*long\.jsonl:1: ", cache.loss_of_tokens(report)
+        )
+        with pytest.raises(
+            ConfigError, match=r"(?s)refuse, and 1 rows are longer .*long\.jsonl:1: .*seq_len=4"
+        ):
+            opened(replace(cfg, long_rows=LongRows.refuse))
+    later = replace(first, path=[str(short), str(long)], long_rows=LongRows.refuse)
+    batches = stream(opened(later), global_batch_size=1)
+    with pytest.raises(ConfigError, match=r"(?s)data\.long_rows=refuse, and 1 rows .*long\.jsonl:1: "):
+        while batches.next_step().epoch == 0:
+            pass
+    assert batches.state()["place"]["window"] > 1
+
+
+def test_an_unusable_row_that_would_be_held_out_stops_the_run(tmp_path: Path) -> None:
+    cfg = config(tmp_path, "chats", eval_fraction=0.05, eval_rows=100)
+    path = tmp_path / "data" / "0.jsonl"
+    path.write_text("no json\n" + path.read_text())
+    with pytest.raises(ConfigError, match=r"0\.jsonl:1: is not JSON"):
+        opened(cfg)
 
 
 @pytest.mark.parametrize("kind", ["chats", "texts"])

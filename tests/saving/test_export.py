@@ -213,6 +213,15 @@ def test_a_former_export_is_replaced_anything_else_is_not(tmp_path: Path) -> Non
     assert sorted((tmp_path / "theirs").iterdir()) == before
 
 
+def test_what_killed_exports_left_is_removed_and_folders_alike_by_name_stay(tmp_path: Path) -> None:
+    net, theirs = model("llama-tied"), ["tmp-out-1234567", "tmp-out-backup", "tmp-out-backup-0123abcd"]
+    for name in (*theirs, "tmp-out-0123abcd", "tmp-[out]-0123abcd"):
+        (tmp_path / name).mkdir()
+    for name in ("out", "[out]"):
+        export.export(engine(net), tmp_path / name, export.Form("1GB"), tokenizer=None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["[out]", "out", *theirs]
+
+
 def test_a_model_unlike_its_config_is_refused(tmp_path: Path) -> None:
     def error(net: PreTrainedModel) -> str:
         with pytest.raises(SaveError) as caught:

@@ -111,6 +111,16 @@ def test_publish_replaces_and_leaves_one_folder(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 
+def test_what_a_killed_publish_left_stops_no_later_one(tmp_path: Path) -> None:
+    """Beside an export nothing cleans up, as `clean` does among saved states."""
+    for name in ("tmp-old-best", "best", "tmp-best"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    manifest.publish(tmp_path / "tmp-best", tmp_path / "best")
+    assert (tmp_path / "best" / "file").read_text() == "tmp-best"
+    assert [p.name for p in tmp_path.iterdir()] == ["best"]
+
+
 def test_errors_keep_their_kind(tmp_path: Path) -> None:
     def fail(error: Exception) -> None:
         raise error

@@ -86,9 +86,10 @@ def test_a_public_repository_is_not_filled_by_mistake(model: Path) -> None:
     assert "upload" not in hub.asked
 
 
-def test_a_hub_that_does_not_answer_is_said(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", ["create_repo", "model_info", "upload_folder"])
+def test_a_hub_that_does_not_answer_is_said(model: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     hub = Hub()
-    monkeypatch.setattr(hub, "create_repo", Mock(side_effect=httpx2.ConnectError("Name or service not known")))
+    monkeypatch.setattr(hub, asked, Mock(side_effect=httpx2.ConnectError("Name or service not known")))
     with pytest.raises(ConfigError, match=r"the hub does not answer \(Name or service not known\)"):
         send(model, hub)
 

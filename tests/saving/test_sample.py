@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from remat import cli
-from remat.config.options import ConfigError, PeftConfig, PeftMethod
+from remat.config.options import BadRows, ConfigError, DataConfig, DataFormat, PeftConfig, PeftMethod
+from remat.data.formats import encode
+from remat.data.rows import BadRowLog, Document
 from remat.data.tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from remat.model import adapters
 from remat.model.layers import decoder_layers
@@ -51,6 +54,25 @@ def test_the_prompt_goes_through_the_chat_template(model: Path, monkeypatch: pyt
     assert "Hi" not in told, "only the answer is shown"
     raw = answers(model, *words, "--prompt", "Hi", "--raw")
     assert asked[-1] == "Hi" and raw.startswith("Hi") and raw != told
+
+
+def test_a_prompt_without_a_chat_begins_as_documents_did_in_training(model: Path) -> None:
+    opening = byte_tokenizer()
+    opening.add_special_tokens({"bos_token": "<s>"})
+    opening.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", opening.bos_token_id)]
+    )
+    speaker = sample.load(model, sample.Settings(raw=True))
+    assert speaker._ids("Hi").tolist() == [[*b"Hi"]]
+    speaker.tokenizer = opening
+    trained = encode(
+        [Document("Hi", "", "")], DataConfig(format=DataFormat.plain), opening, BadRowLog(BadRows.stop)
+    )
+    begun = trained[0][0].ids[:3].tolist()
+    assert begun == [opening.bos_token_id, *b"Hi"]
+    assert speaker._ids("Hi").tolist() == speaker._ids("<s>Hi").tolist() == [begun]
+    speaker.settings, speaker.messages = sample.Settings(), [{"role": "user", "content": "Hi"}]
+    assert opening.bos_token_id not in speaker._ids("Hi")[0], "a template writes what it wants"
 
 
 def test_what_is_shown_is_what_plain_transformers_generates(model: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_save_without_room_is_refused_in_bytes(tmp_path: Path, monkeypatch: py
     with pytest.raises(SaveError) as error:
         save(tmp_path, 2, keep=1)
     assert "saved has no room: 0.00 GiB (108 bytes) needed, 0.00 GiB (107 bytes) free" in str(error.value)
-    assert "lower save.keep" in str(error.value)
+    assert "delete an older state (RUN_DIR/saved/step-...)" in str(error.value)
     assert names(tmp_path) == ["step-000001"]
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 108)
     save(tmp_path, 2, keep=1)

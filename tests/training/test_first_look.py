@@ -148,6 +148,18 @@ def test_what_was_found_decides_how_blocks_are_read(tmp_path: Path) -> None:
     assert strategy.decide(bundled, world_size=1, can_pin=False).packed.form is Packing.documents
 
 
+@pytest.mark.parametrize("source", ["synthetic", "python_stdlib"])
+def test_a_source_without_rows_and_paths_refuses_both(source: str) -> None:
+    for word, told in (
+        ("data.format=chat", f"data.format=chat needs rows with fields, and data.source={source} has none: "),
+        ("data.path=a.jsonl", f"data.path=a.jsonl has no meaning with data.source={source}: "),
+        ("data.eval_path=a.jsonl", f"data.eval_path=a.jsonl has no meaning with data.source={source}: "),
+    ):
+        cfg = run_of(f"data={source}", word)
+        (problem,) = look_first(cfg.data, cfg.model).problems
+        assert problem.startswith(told) and problem.endswith(f"or remove {word.partition('=')[0]}")
+
+
 def test_a_cache_without_room_is_a_machine_that_is_not_able(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise NoRoom("data.cache_dir=cache has 1 KiB free")

@@ -10,6 +10,7 @@ experts, one decoder layer is gathered at a time. The folder appears complete or
 from __future__ import annotations
 
 import contextlib
+import glob
 import shutil
 import time
 import uuid
@@ -33,6 +34,7 @@ from remat.saving.state_files import SavedWeights
 
 MODEL_FOLDER = "model"
 README = "README.md"
+SUFFIX = 8  # hexadecimal digits at the end of an unfinished folder's name
 # (name, keep) -> the weight, None unless this rank is to keep it; collective
 Read = Callable[[str, bool], torch.Tensor | None]
 DTYPES = {str(precision): dtype for precision, dtype in hf_model.DTYPES.items()}
@@ -355,9 +357,9 @@ def _prepare(folder: Path) -> Path:
     occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if occupied and not hf_files.written_here(folder):
         raise ConfigError(f"{folder} exists and is not a former export: choose another folder")
-    for left in folder.parent.glob(f"{manifest.TMP}{folder.name}-*"):
-        manifest.remove(left)
-    tmp = folder.with_name(f"{manifest.TMP}{folder.name}-{uuid.uuid4().hex[:8]}")
+    for left in folder.parent.glob(f"{manifest.TMP}{glob.escape(folder.name)}-{'[0-9a-f]' * SUFFIX}"):
+        manifest.remove(left)  # what a killed export left, and no folder of a user
+    tmp = folder.with_name(f"{manifest.TMP}{folder.name}-{uuid.uuid4().hex[:SUFFIX]}")
     tmp.mkdir(parents=True)
     return tmp
 

@@ -38,15 +38,15 @@ def push(folder: Path, repo_id: str, *, public: bool, message: str) -> str:
     api = HfApi()
     try:
         address = str(api.create_repo(repo_id, private=not public, exist_ok=True))
+        if not public and not api.model_info(repo_id).private:
+            raise ConfigError(f"{repo_id} exists and is public: say --public, or choose another name")
+        api.upload_folder(folder_path=str(folder), repo_id=repo_id, commit_message=message)
     except httpx2.TransportError as error:
         raise ConfigError(
             f"the hub does not answer ({error}): try again where this machine reaches it"
         ) from error
     except LocalTokenNotFoundError as error:
         raise ConfigError("the hub knows no token of yours: type `hf auth login`, or set HF_TOKEN") from error
-    if not public and not api.model_info(repo_id).private:
-        raise ConfigError(f"{repo_id} exists and is public: say --public, or choose another name")
-    api.upload_folder(folder_path=str(folder), repo_id=repo_id, commit_message=message)
     return address
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from remat.config import paths
 from remat.config.options import ConfigError, ModelConfig, ModelInit
+from remat.data.formats import opening_ids
 from remat.saving.exports import hf_files, merge
 
 ANSWER = "the answer"
@@ -75,15 +76,20 @@ class Speaker:
         return said if self.chats else prompt + said
 
     def _ids(self, prompt: str) -> torch.Tensor:
-        """Return the tokens of the conversation, or of `prompt` alone: [1, tokens]."""
+        """Return the tokens of the conversation, or of `prompt` alone: [1, tokens].
+
+        Training began each document with the tokenizer's opening token, if it has one; templates write it themselves.
+        """
+        text, opening = prompt, list[int]()
         if self.chats:
             text = self.tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
         else:
-            text = prompt
-        found: torch.Tensor = self.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-        if found.numel() == 0:
+            opening = opening_ids(self.tokenizer)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        if not ids:
             raise ConfigError("the prompt is empty: say something")
-        return found.to(self.model.device)
+        begun = ids[:1] == opening  # a prompt may spell the opening token
+        return torch.tensor([ids if begun else opening + ids], device=self.model.device)
 
     def _drawn(self) -> dict[str, Any]:
         if self.settings.temperature > 0:
