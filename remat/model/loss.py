@@ -100,7 +100,8 @@ class TokenLoss:
         instead: labels that were shifted before the sequence was divided.
         """
         targets = targets_of(batch)
-        if self.balance is None or not module.training:
+        # of the head, as an engine's own `training` stays true in an evaluation
+        if self.balance is None or not self.head.training:
             return self._token_losses(module, batch, targets)
         self.balance.begin(batch, targets)
         return self.balance.add_to(self._token_losses(module, batch, targets))
