@@ -422,12 +422,16 @@ def _through_stages(
     The first micro-batch of a launch goes through all stages by itself, so that what each stage keeps can be counted.
     """
     engine, count, device = run.engine, len(batch.micro_batches), run.world.device
-    every = map(run.inputs, batch.micro_batches)
+
+    def inputs(micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        run.watchdog.enter("step", step + 1)  # as often on each stage: a rank that is behind is told by its marks
+        return run.inputs(micro_batch)
 
     def before_update() -> None:
         if run.strategy.zero_stage == 0:
             raise_if_nonfinite(run, batch, step, pipeline.own_losses(len(batch.micro_batches), device))
 
+    every = map(inputs, batch.micro_batches)
     how: dict[str, Any] = {
         "weigh": lambda loss: loss * scale * poison_gradients(loss),
         "around": run.timer.phase,
