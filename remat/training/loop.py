@@ -464,9 +464,10 @@ def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, l
     run.window.step_end(batch.seen_tokens, batch.trained_tokens)
     run.console.progress(progress.step, run.steps)
     if not first.verified and progress.skipped_in_a_row == 0:
-        proof.verify_first_step(run, first)
-        run.tracker.begin()
-        run.snapshots.write(run.timer, run.record_folder, run.world)
+        with run.window.excluded():  # the second step is timed from its end
+            proof.verify_first_step(run, first)
+            run.tracker.begin()
+            run.snapshots.write(run.timer, run.record_folder, run.world)
     raise_if_too_many_skipped(run, progress.skipped_in_a_row, progress.step)
 
 

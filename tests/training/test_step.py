@@ -11,6 +11,7 @@ import torch
 
 from remat.training import loop
 from remat.training.proof import FirstStep
+from remat.training.run import Progress
 
 
 def a_run(**more: Any) -> Any:
@@ -85,3 +86,30 @@ def test_each_micro_batch_of_a_stage_has_the_deadline_of_a_step(monkeypatch: pyt
     batch: Any = SimpleNamespace(trained_tokens=10, micro_batches=[{}, {}, {}])
     loop._forward_backward_update(run, FirstStep(), batch, step=4)
     assert stages.seen == [1, 2, 3] and set(marks) == {("step", 5)}
+
+
+def test_the_proof_of_the_first_step_is_no_part_of_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    within, done = list[str](), list[str]()
+
+    @contextmanager
+    def excluded() -> Any:
+        within.append("proof")
+        yield
+        within.clear()
+
+    def note(what: str) -> Any:
+        return lambda *_: done.append(f"{what} {bool(within)}")
+
+    monkeypatch.setattr(loop.proof, "verify_first_step", note("verified"))
+    run = a_run(
+        engine=SimpleNamespace(was_step_applied=lambda: True),
+        window=SimpleNamespace(step_end=note("counted"), excluded=excluded),
+        console=SimpleNamespace(progress=lambda *_: None),
+        tracker=SimpleNamespace(begin=note("begun")),
+        snapshots=SimpleNamespace(write=note("written")),
+        record_folder=None,
+        cfg=SimpleNamespace(train=SimpleNamespace(max_skipped_steps=1)),
+    )
+    batch: Any = SimpleNamespace(seen_tokens=24, trained_tokens=10, positions=24, seen_of={})
+    loop._advance(run, FirstStep(), Progress(), batch, torch.zeros(1))
+    assert done == ["counted False", "verified True", "begun True", "written True"]
