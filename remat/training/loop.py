@@ -217,7 +217,9 @@ def raise_if_nonfinite(run: Run, batch: StepBatch, step: int, losses: torch.Tens
 
     ZeRO-0 in fp32 applies any gradient and cannot skip the step. Collective with stages: each has its own gradients.
     """
-    parameters = [p for p in run.engine.module.parameters() if getattr(p, "model_parallel", True)]  # a tied one once
+    parameters = [
+        p for p in run.engine.module.parameters() if getattr(p, "model_parallel", True)
+    ]  # a tied one once
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if run.pipeline is not None:
         squares = norm.square() / run.world.zero_size  # the ranks of a stage have the same gradients
@@ -424,7 +426,9 @@ def _through_stages(
     engine, count, device = run.engine, len(batch.micro_batches), run.world.device
 
     def inputs(micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        run.watchdog.enter("step", step + 1)  # as often on each stage: a rank that is behind is told by its marks
+        run.watchdog.enter(
+            "step", step + 1
+        )  # as often on each stage: a rank that is behind is told by its marks
         return run.inputs(micro_batch)
 
     def before_update() -> None:
