@@ -283,7 +283,9 @@ def decide_balance(cfg: RunConfig, model: Any) -> float:
     if not coef:
         return 0.0
     find_routers(model)
-    asked = f"train.router_aux_loss_coef={coef:g}" + (" (the model's own)" if own else "")
+    asked = f"train.router_aux_loss_coef={coef:g}" + " (the model's own)" * (
+        cfg.train.router_aux_loss_coef is None
+    )
     wrong = []
     if cfg.train.sequence_parallel_size > 1 or cfg.train.tensor_parallel_size > 1:
         wrong.append(

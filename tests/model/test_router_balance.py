@@ -146,3 +146,13 @@ def test_refused(words: list[str], family: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as error:
         decided("train.router_aux_loss_coef=0.01", *words, family=family)
     assert "set " in str(error.value)
+
+
+def test_a_refusal_says_whose_factor_it_is() -> None:
+    on = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    with pytest.raises(
+        ConfigError, match=r"router_aux_loss_coef=0\.02 \(the model's own\) with compile=layers"
+    ):
+        decided("compile=layers", **on)
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0\.01 with compile=layers"):
+        decided("compile=layers", "train.router_aux_loss_coef=0.01", **on)
