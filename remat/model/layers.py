@@ -401,17 +401,17 @@ def describe(layer: nn.Module, number: int) -> str:
     """Return the modules of a layer with their plain attributes, and its parameters with their shapes.
 
     Layers with equal descriptions do the same, unless their code reads their number or something that is no plain
-    attribute. `number` is left out of the names, and so is what DeepSpeed adds.
+    attribute. `number` is left out of attributes that hold a module's path, and so is what DeepSpeed adds.
     """
     words = [
-        f"{name}: {type(module).__qualname__} {_plain_attributes(module)}"
+        f"{name}: {type(module).__qualname__} {_plain_attributes(module).replace(f'.{number}.', '.N.')}"
         for name, module in layer.named_modules()
     ]
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
     words += [
         f"{name}: {tuple(getattr(t, 'ds_shape', t.shape))} {t.dtype} {t.requires_grad}" for name, t in tensors
     ]
-    return "\n".join(words).replace(f".{number}.", ".N.")
+    return "\n".join(words)
 
 
 def _plain_attributes(module: Any) -> str:
