@@ -221,10 +221,10 @@ def record(run: Run, first: FirstStep, found: list[RankProof]) -> dict[str, Any]
 def prove_shared_sequences(run: Run, batch: StepBatch) -> dict[str, Any]:
     """Check that ranks that share sequences compute one rank's loss; return the findings for proof.json. Collective.
 
-    The first tokens of a row are gathered. The group computes their loss together, and each rank computes it by itself,
-    without dropout: the two must agree. For fewer tokens the norms of the loss's gradient for the embedding's output
-    must agree too, because that gradient passes through every exchange. Labels of all ranks' parts are counted: none
-    may be lost or counted twice.
+    At most LONGEST tokens of the row with the most trained tokens are gathered. The group computes their loss together,
+    and each rank computes it by itself, without dropout: the two must agree. For fewer tokens the norms of the loss's
+    gradient for the embedding's output must agree too, because that gradient passes through every exchange. Labels of
+    all ranks' parts are counted: none may be lost or counted twice.
 
     Raises PolicyNotApplied on all ranks otherwise, after proof.json is written.
     """
