@@ -93,16 +93,16 @@ def check(
 
 
 def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return the DeepSpeed dict `ds` adapted to stages: without the global batch size and with overlap_comm off.
+    """Return the DeepSpeed dict `ds` adapted to stages, with overlap_comm off.
 
-    DeepSpeed would check the global batch size against all ranks. Gradients are reduced after the last backward, so
-    overlap_comm could hide nothing, and it would reduce tied gradients before they are summed.
+    Gradients are reduced after the last backward, so overlap_comm could hide nothing, and it would reduce tied
+    gradients before they are summed.
     """
     if size == 1:
         return dict(ds)
-    rest = {key: value for key, value in ds.items() if key != "train_batch_size"}
     zero = {**ds["zero_optimization"], "overlap_comm": False}
-    return rest | {"zero_optimization": zero, "pipeline": {"stages": size, "activation_checkpoint_interval": 0}}
+    pipeline = {"stages": size, "activation_checkpoint_interval": 0}
+    return {**ds, "zero_optimization": zero, "pipeline": pipeline}
 
 
 def join(world: World, size: int) -> World:
