@@ -203,7 +203,7 @@ class PipelineParallel:
         keep_stage(net, stages, self.stage)
         self.token_loss = loss.TokenLoss(net, kind) if self.is_last else None
         self.losses: list[Tensor] = []  # on the last stage: of each micro-batch since `take_losses`
-        self._weigh: Callable[[Tensor], Tensor] = _as_it_is
+        self._weigh: Callable[[Tensor], Tensor] = lambda value: value
         self._batches: Iterator[dict[str, Any]] = iter(())
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints how the module is built
             self.module: Any = _make_module(self)
@@ -267,7 +267,7 @@ class PipelineParallel:
         """Run the forward of `count` micro-batches through all stages. Collective."""
         from deepspeed.runtime.pipe.schedule import InferenceSchedule
 
-        self._weigh = _as_it_is
+        self._weigh = lambda value: value
         self._batches = batches
         schedule = InferenceSchedule(count, self.stages.size, self.stage)
         _follow(engine, schedule, lambda phase: nullcontext(), False, lambda output: None, lambda: None)
@@ -288,10 +288,6 @@ class PipelineParallel:
 
         for name in ("module_state_dict", "load_module_state_dict"):
             setattr(engine, name, MethodType(getattr(DeepSpeedEngine, name), engine))
-
-
-def _as_it_is(value: Tensor) -> Tensor:
-    return value
 
 
 def _make_module(own: PipelineParallel) -> Any:
