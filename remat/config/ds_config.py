@@ -242,6 +242,12 @@ def optimizer_offload_device(ds: Mapping[str, Any]) -> str | None:
     return _offload_device(ds, "offload_optimizer")
 
 
+def offload_ratio(ds: Mapping[str, Any]) -> float:
+    """Return the share of the optimizer state that a rendered dict updates on the host; DeepSpeed's default is all."""
+    section = ds.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return float(section.get("ratio", 1.0))
+
+
 def param_offload_device(ds: Mapping[str, Any]) -> str | None:
     """Return where a rendered dict keeps the parameters off the GPU: "cpu", "nvme" or None."""
     return _offload_device(ds, "offload_param")

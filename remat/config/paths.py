@@ -174,7 +174,7 @@ def weight_problems(model: ModelConfig) -> list[str]:
     try:
         if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
             found += _no_weights(folder, option, pickles=model.allow_pickle)
-        for file in _weight_files(folder, option, found):
+        for file in weight_files(folder, option, found):
             found += _pointer(file, option) or _unsound(file, option)
         for name in ("tokenizer.json", "tokenizer.model"):
             if (folder / name).is_file():
@@ -186,6 +186,28 @@ def weight_problems(model: ModelConfig) -> list[str]:
 
 def _unreadable(option: str, error: OSError) -> str:
     return f"{option}: {error.filename} cannot be read ({error.strerror}): make it readable"
+
+
+def weight_files(folder: Path, option: str, problems: list[str]) -> Iterator[Path]:
+    """Yield the files that transformers would read; add those that are missing to `problems`."""
+    if (folder / SINGLE).is_file():
+        yield folder / SINGLE
+        return
+    if not (folder / INDEX).is_file():
+        return
+    if pointer := _pointer(folder / INDEX, option):
+        problems += pointer
+        return
+    try:
+        names = sorted({str(name) for name in json.loads((folder / INDEX).read_text())["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError, OSError, TypeError) as error:
+        problems.append(f"{option}: {INDEX} cannot be read ({error}): copy it again")
+        return
+    for name in names:
+        if (folder / name).is_file():
+            yield folder / name
+        else:
+            problems.append(f"{option}: {name} is missing, which {INDEX} names: copy or download it")
 
 
 def data_problems(cfg: RunConfig) -> list[str]:
@@ -243,28 +265,6 @@ def _is_local(path: str) -> bool:
 def _exists(path: str) -> bool:
     place = os.path.expanduser(path)  # noqa: PTH111 - a slash at its end is part of a glob
     return os.path.exists(place) or (glob.has_magic(place) and any(glob.iglob(place, recursive=True)))  # noqa: PTH110, PTH207
-
-
-def _weight_files(folder: Path, option: str, problems: list[str]) -> Iterator[Path]:
-    """Yield the files that transformers would read; add those that are missing to `problems`."""
-    if (folder / SINGLE).is_file():
-        yield folder / SINGLE
-        return
-    if not (folder / INDEX).is_file():
-        return
-    if pointer := _pointer(folder / INDEX, option):
-        problems += pointer
-        return
-    try:
-        names = sorted({str(name) for name in json.loads((folder / INDEX).read_text())["weight_map"].values()})
-    except (ValueError, KeyError, AttributeError, OSError, TypeError) as error:
-        problems.append(f"{option}: {INDEX} cannot be read ({error}): copy it again")
-        return
-    for name in names:
-        if (folder / name).is_file():
-            yield folder / name
-        else:
-            problems.append(f"{option}: {name} is missing, which {INDEX} names: copy or download it")
 
 
 def _no_weights(folder: Path, option: str, *, pickles: bool) -> list[str]:

@@ -269,11 +269,6 @@ def find_quantised(layers: Sequence[nn.Module]) -> tuple[int, ...]:
     return found
 
 
-def quantised_names(model: nn.Module, layers: Sequence[nn.Module]) -> set[str]:
-    """Return the names of the weights in the decoder `layers` of a plain model that QLoRA quantises."""
-    return {f"{path}.weight" for path in paths_to_quantise(model, layers)}
-
-
 def loading_quantised(
     skeleton: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype, device: torch.device
 ) -> Any:
@@ -313,15 +308,6 @@ def quantise(
             module.support_avx512bf16_for_cpu = False  # eval would repack weights for a kernel without backward
             module.register_state_dict_post_hook(_without_constants)
     model.is_loaded_in_4bit = True  # peft reads this
-
-
-def quantise_shards(
-    model: Any, layers: Sequence[nn.Module], dtype: torch.dtype, ds_config: dict[str, Any]
-) -> None:
-    """Quantise the remaining linear modules of a model that ZeRO-3 has sharded in 16 bits. Collective."""
-    from remat.model.four_bits import sharded_4bit
-
-    sharded_4bit.quantise_shards(model, paths_to_quantise(model, layers), dtype, ds_config)
 
 
 def paths_to_quantise(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:

@@ -10,7 +10,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,18 +164,14 @@ def _reads_text(path: Path, root: PreTrainedModel) -> bool:
     """Return whether the model around a layer is one for text, judged by transformers' classes and configs."""
     inside = [module for _, module in path[:-1]]
     models = [module for module in inside if isinstance(module, PreTrainedModel)]
-    if any("text" not in _modalities(module) for module in models if module is not root):
+    # a name or a list of names
+    if any("text" not in module.input_modalities for module in models if module is not root):
         return False
     text = root.config.get_text_config()
     if text is root.config or not models or models[-1].config in (text, root.config):
         return True
     decoder: Any = root.get_decoder()
     return decoder not in (root, root.base_model) and decoder in inside
-
-
-def _modalities(model: PreTrainedModel) -> Iterable[str]:
-    given = model.input_modalities
-    return (given,) if isinstance(given, str) else given
 
 
 def _check_is_whole(stack: Stack, parent: nn.Module) -> None:
@@ -219,7 +215,7 @@ def find_linears(
 
     A fused Linear is found by the name of each of its parts. Under LoRA the frozen base is found. Raises ConfigError.
     """
-    named = list(_linears(layer))
+    named = [(path, module) for path, module in layer.named_modules() if path and is_linear(module)]
     if name == ALL_BUT_DOWN:
         found = [(path, module) for path, module in named if _linear_roles(path) != {"down"}]
     elif name in LINEARS:
@@ -380,12 +376,6 @@ def _inventory(layer: nn.Module) -> str:
     return ", ".join(parts) or "no known role"
 
 
-def _linears(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    for path, module in layer.named_modules():
-        if path and is_linear(module):
-            yield path, module
-
-
 def _plain(path: str) -> str:
     """Undo LoRA's renaming: it moves a Linear to `<its name>.base_layer`."""
     return path.removesuffix(".base_layer")
@@ -401,17 +391,17 @@ def describe(layer: nn.Module, number: int) -> str:
     """Return the modules of a layer with their plain attributes, and its parameters with their shapes.
 
     Layers with equal descriptions do the same, unless their code reads their number or something that is no plain
-    attribute. `number` is left out of the names, and so is what DeepSpeed adds.
+    attribute. `number` is left out of attributes that hold a module's path, and so is what DeepSpeed adds.
     """
     words = [
-        f"{name}: {type(module).__qualname__} {_plain_attributes(module)}"
+        f"{name}: {type(module).__qualname__} {_plain_attributes(module).replace(f'.{number}.', '.N.')}"
         for name, module in layer.named_modules()
     ]
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
     words += [
         f"{name}: {tuple(getattr(t, 'ds_shape', t.shape))} {t.dtype} {t.requires_grad}" for name, t in tensors
     ]
-    return "\n".join(words).replace(f".{number}.", ".N.")
+    return "\n".join(words)
 
 
 def _plain_attributes(module: Any) -> str:

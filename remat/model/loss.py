@@ -100,7 +100,8 @@ class TokenLoss:
         instead: labels that were shifted before the sequence was divided.
         """
         targets = targets_of(batch)
-        if self.balance is None or not module.training:
+        # of the head, as an engine's own `training` stays true in an evaluation
+        if self.balance is None or not self.head.training:
             return self._token_losses(module, batch, targets)
         self.balance.begin(batch, targets)
         return self.balance.add_to(self._token_losses(module, batch, targets))
@@ -282,7 +283,9 @@ def decide_balance(cfg: RunConfig, model: Any) -> float:
     if not coef:
         return 0.0
     find_routers(model)
-    asked = f"train.router_aux_loss_coef={coef:g}" + (" (the model's own)" if own else "")
+    asked = f"train.router_aux_loss_coef={coef:g}" + " (the model's own)" * (
+        cfg.train.router_aux_loss_coef is None
+    )
     wrong = []
     if cfg.train.sequence_parallel_size > 1 or cfg.train.tensor_parallel_size > 1:
         wrong.append(

@@ -58,18 +58,14 @@ def check(cfg: OptimConfig, ds: Mapping[str, Any], tensor_parallel_size: int = 1
             "columns need whole matrices; choose deepspeed.config=zero1 "
             "deepspeed.overrides.zero_optimization.stage=0, or optim.name=adamw_8bit"
         )
-    section = ds["zero_optimization"].get("offload_optimizer") or {}
+    ratio = ds_config.offload_ratio(ds)
     if device and cfg.name not in ON_HOST:
         found.append(
             f"{asked} with zero_optimization.offload_optimizer.device={device}: DeepSpeed steps on the host with "
             "AdamW and Lion alone; choose a deepspeed.config without it (zero2, zero3), or optim.name=adamw"
         )
-    elif cfg.name is OptimName.lion and (device == "nvme" or section.get("ratio", 1.0) < 1):
-        what = (
-            "device=nvme"
-            if device == "nvme"
-            else f"ratio={section['ratio']}, whose share on the GPU is AdamW's"
-        )
+    elif cfg.name is OptimName.lion and (device == "nvme" or ratio < 1):
+        what = "device=nvme" if device == "nvme" else f"ratio={ratio}, whose share on the GPU is AdamW's"
         found.append(
             f"{asked} with zero_optimization.offload_optimizer.{what}: Lion is offloaded to the CPU and whole; "
             "choose device=cpu and ratio=1.0, or optim.name=adamw"
@@ -126,7 +122,7 @@ def _refuse_states(states: OptimStates, ds: Mapping[str, Any]) -> list[str]:
             f"{asked} with zero_optimization.offload_optimizer.device=nvme: states on NVMe are in fp32; choose "
             "device=cpu, or optim.states=fp32"
         )
-    ratio = (ds["zero_optimization"].get("offload_optimizer") or {}).get("ratio", 1.0)
+    ratio = ds_config.offload_ratio(ds)
     if ratio < 1:
         found.append(
             f"{asked} with zero_optimization.offload_optimizer.ratio={ratio}: the share on the GPU has states of its "

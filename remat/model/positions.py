@@ -48,11 +48,10 @@ def stretch(config: Any, cfg: ModelConfig) -> Any:
     more = {"rope_type": str(cfg.rope_scaling), "factor": cfg.rope_factor}
     if cfg.rope_scaling is not RopeScaling.linear:
         more["original_max_position_embeddings"] = own
-    if cfg.rope_scaling is RopeScaling.llama3:
-        more = {**LLAMA3, **{name: rope[name] for name in LLAMA3 if name in rope}, **more}
-    changed = {"rope_theta": rope["rope_theta"], **more}
-    if rope.get("partial_rotary_factor") is not None:
-        changed["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    names = rope if again else ("rope_theta", "partial_rotary_factor")
+    # an attention_factor belongs to the old factor: without it, transformers finds that of the new one
+    kept = {name: rope[name] for name in names if rope.get(name) is not None and name != "attention_factor"}
+    changed = {**(LLAMA3 if cfg.rope_scaling is RopeScaling.llama3 else {}), **kept, **more}
     text.rope_parameters = {**found, "full_attention": changed} if nested else changed
     text.max_position_embeddings = int(own * cfg.rope_factor)
     return config

@@ -10,10 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from remat.config import paths
 from remat.config.options import ModelConfig, ModelInit, PeftMethod
 
 Shapes = dict[str, tuple[int, ...]]
@@ -75,12 +75,12 @@ def _converted(skeleton: PreTrainedModel) -> bool:
 
 
 def _headers(folder: Path) -> Shapes:
-    """Map the name of every weight in the files that transformers reads to its shape."""
-    found: Shapes = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        with safe_open(file, framework="pt") as reader:
-            found |= {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
-    return found
+    """Map the name of every weight in the files that transformers reads to its shape.
+
+    Files that are missing have been told of before (`paths.weight_problems`).
+    """
+    files = paths.weight_files(folder, f"model.path={folder}", problems=[])
+    return {name: tensor.shape for file in files for name, tensor in paths.read_header(file).items()}
 
 
 def _text(shape: tuple[int, ...]) -> str:

@@ -93,16 +93,16 @@ def check(
 
 
 def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return the DeepSpeed dict `ds` adapted to stages: without the global batch size and with overlap_comm off.
+    """Return the DeepSpeed dict `ds` adapted to stages, with overlap_comm off.
 
-    DeepSpeed would check the global batch size against all ranks. Gradients are reduced after the last backward, so
-    overlap_comm could hide nothing, and it would reduce tied gradients before they are summed.
+    Gradients are reduced after the last backward, so overlap_comm could hide nothing, and it would reduce tied
+    gradients before they are summed.
     """
     if size == 1:
         return dict(ds)
-    rest = {key: value for key, value in ds.items() if key != "train_batch_size"}
     zero = {**ds["zero_optimization"], "overlap_comm": False}
-    return rest | {"zero_optimization": zero, "pipeline": {"stages": size, "activation_checkpoint_interval": 0}}
+    pipeline = {"stages": size, "activation_checkpoint_interval": 0}
+    return {**ds, "zero_optimization": zero, "pipeline": pipeline}
 
 
 def join(world: World, size: int) -> World:
@@ -203,7 +203,7 @@ class PipelineParallel:
         keep_stage(net, stages, self.stage)
         self.token_loss = loss.TokenLoss(net, kind) if self.is_last else None
         self.losses: list[Tensor] = []  # on the last stage: of each micro-batch since `take_losses`
-        self._weigh: Callable[[Tensor], Tensor] = _as_it_is
+        self._weigh: Callable[[Tensor], Tensor] = lambda value: value
         self._batches: Iterator[dict[str, Any]] = iter(())
         with redirect_stdout(io.StringIO()):  # DeepSpeed prints how the module is built
             self.module: Any = _make_module(self)
@@ -247,12 +247,13 @@ class PipelineParallel:
         around: Around,
         updates: bool = True,
         forward_done: Callable[[Tensor], object] = lambda output: None,
+        before_update: Callable[[], object] = lambda: None,
     ) -> None:
         """Run forward and backward of `count` micro-batches through all stages by 1F1B. Collective.
 
         `batches` are inputs of the model. `weigh` turns the summed loss of a micro-batch into the loss for backward.
         With `updates` the gradients are reduced after the last backward, and the optimizer updates the weights.
-        `forward_done` is called with the result of each forward.
+        `forward_done` is called with the result of each forward, `before_update` once the gradients are reduced.
         """
         from deepspeed.runtime.pipe.schedule import TrainSchedule
 
@@ -260,21 +261,26 @@ class PipelineParallel:
         self._weigh = lambda value: gas * weigh(value)
         self._batches = batches
         schedule = TrainSchedule(count, self.stages.size, self.stage)
-        _follow(engine, schedule, around, updates, forward_done)
+        _follow(engine, schedule, around, updates, forward_done, before_update)
 
     def evaluate(self, engine: Any, batches: Iterator[dict[str, Any]], count: int) -> None:
         """Run the forward of `count` micro-batches through all stages. Collective."""
         from deepspeed.runtime.pipe.schedule import InferenceSchedule
 
-        self._weigh = _as_it_is
+        self._weigh = lambda value: value
         self._batches = batches
         schedule = InferenceSchedule(count, self.stages.size, self.stage)
-        _follow(engine, schedule, lambda phase: nullcontext(), False, lambda output: None)
+        _follow(engine, schedule, lambda phase: nullcontext(), False, lambda output: None, lambda: None)
 
     def take_losses(self, count: int, device: torch.device) -> Tensor:
-        """Return and clear the summed losses [count] of `count` micro-batches; zeros on all stages but the last."""
-        found, self.losses = self.losses, []
-        return torch.stack(found) if found else torch.zeros(count, device=device)
+        """Return and clear what `own_losses` returns."""
+        found = self.own_losses(count, device)
+        self.losses = []
+        return found
+
+    def own_losses(self, count: int, device: torch.device) -> Tensor:
+        """Return the summed losses [count] of `count` micro-batches; zeros on all stages but the last."""
+        return torch.stack(self.losses) if self.losses else torch.zeros(count, device=device)
 
     def let_states_hold_weights(self, engine: Any) -> None:
         """Make saved states keep a stage's weights in one file, as without stages, not in one file per layer."""
@@ -282,10 +288,6 @@ class PipelineParallel:
 
         for name in ("module_state_dict", "load_module_state_dict"):
             setattr(engine, name, MethodType(getattr(DeepSpeedEngine, name), engine))
-
-
-def _as_it_is(value: Tensor) -> Tensor:
-    return value
 
 
 def _make_module(own: PipelineParallel) -> Any:
@@ -375,7 +377,12 @@ PHASES = {
 
 
 def _follow(
-    engine: Any, schedule: Any, around: Around, updates: bool, forward_done: Callable[[Tensor], object]
+    engine: Any,
+    schedule: Any,
+    around: Around,
+    updates: bool,
+    forward_done: Callable[[Tensor], object],
+    before_update: Callable[[], object],
 ) -> None:
     """Execute a schedule as DeepSpeed's `_exec_schedule` does, with a context around each instruction."""
     # placeholders: each stage reads its rows itself
@@ -388,6 +395,8 @@ def _follow(
             if phase == "optimizer" and not updates:
                 continue
             with around(phase):
+                if instruction.name == "OptimizerStep":
+                    before_update()
                 engine._INSTRUCTION_MAP[type(instruction)](engine, **instruction.kwargs)
             if instruction.name == "ForwardPass":
                 forward_done(engine.pipe_buffers["outputs"][instruction.kwargs["buffer_id"]])

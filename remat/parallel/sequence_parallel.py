@@ -31,11 +31,6 @@ from remat.parallel.ulysses import Group, Installed, RankGroup
 TOKENWISE = ("input_ids", "targets", "position_ids")  # tensors of a micro-batch with one value per token
 
 
-def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return the DeepSpeed dict without the global batch size, which DeepSpeed would check against all ranks."""
-    return {key: value for key, value in ds.items() if size == 1 or key != "train_batch_size"}
-
-
 def join(world: World, size: int, *, timeout_minutes: float) -> tuple[World, RankGroup | None]:
     """Divide `world` into groups of `size` ranks; return it with this rank's group, None for size 1. Collective."""
     if size == 1:

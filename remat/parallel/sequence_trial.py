@@ -8,7 +8,7 @@ spaces, convolutions, linear attention), a mask that is not passed on, or positi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -159,33 +159,26 @@ def _in_threads(
     """Return the logits of each rank's block, and how often attention was called."""
     group, blocks = _ThreadGroup(RANKS), _blocks(batch)
     sequence = SequenceParallel(net, group, packed, attention)
-    pieces: list[Tensor | None] = [None] * RANKS
-    errors: list[Exception] = []
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Tensor:
         group.enter(rank)
         try:
             with torch.no_grad():  # grad mode is per thread
                 own = own_part(blocks, np.arange(len(blocks)), Part(rank, RANKS))
                 inputs = sequence.inputs(own, torch.device("cpu"))
                 del inputs["targets"]
-                pieces[rank] = net(**inputs, use_cache=False).logits
-        except Exception as error:  # raised below, in the thread that can report it
-            errors.append(error)
+                logits: Tensor = net(**inputs, use_cache=False).logits
+                return logits
+        except Exception:
             group.leave()
+            raise
 
     try:
-        _wait_for(run)
+        with ThreadPoolExecutor(RANKS) as pool:
+            ranks = [pool.submit(run, rank) for rank in range(RANKS)]
     finally:
         sequence.remove()
+    errors = [error for rank in ranks if (error := rank.exception()) is not None]
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    return [piece for piece in pieces if piece is not None], sequence.calls
-
-
-def _wait_for(run: Callable[[int], None]) -> None:
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    return [rank.result() for rank in ranks], sequence.calls

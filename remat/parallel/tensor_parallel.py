@@ -60,14 +60,10 @@ def check(
 
 
 def rendered(ds: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return the DeepSpeed dict `ds` with AutoTP and without the global batch size.
-
-    DeepSpeed derives that size itself; it would check a given one against all ranks before it knows the groups.
-    """
+    """Return the DeepSpeed dict `ds` with AutoTP where ranks share layers."""
     if size == 1:
         return dict(ds)
-    rest = {key: value for key, value in ds.items() if key != "train_batch_size"}
-    return rest | {"tensor_parallel": {"autotp_size": size, "vocab_parallel_lm_head": False}}
+    return {**ds, "tensor_parallel": {"autotp_size": size, "vocab_parallel_lm_head": False}}
 
 
 def for_creation(ds: Mapping[str, Any]) -> dict[str, Any]:

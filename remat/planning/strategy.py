@@ -181,10 +181,9 @@ def decide(cfg: RunConfig, *, world_size: int, can_pin: bool) -> Strategy:
     sequence_trial.check(cfg.train, cfg.model, config, skeleton, packed)
     num_stages = cfg.train.pipeline_parallel_size
     pipeline_parallel.check(num_stages, skeleton, config, cfg.model, rendered)
-    ds = sequence_parallel.rendered(
-        tensor_parallel.rendered(pipeline_parallel.rendered(rendered, num_stages), shared_by),
-        cfg.train.sequence_parallel_size,
-    )
+    ds = tensor_parallel.rendered(pipeline_parallel.rendered(rendered, num_stages), shared_by)
+    if max(num_stages, shared_by, cfg.train.sequence_parallel_size) > 1:
+        del ds["train_batch_size"]  # DeepSpeed would check it against all ranks
     if cfg.model.load is ModelLoad.own_slices and (because := own_slices.refuse(cfg.model, ds)):
         raise ConfigError(own_slices.refusal(cfg.model, because))
     stages = None if num_stages == 1 else _divide(cfg, skeleton, num_stages)

@@ -652,7 +652,7 @@ def _sharded_4bit(
     told: list[Loaded],
 ) -> PreTrainedModel:
     """Build the base in 4-bit shards: each rank reads its own, or quantises 16-bit shards that transformers read."""
-    from remat.model.four_bits import load_4bit  # bitsandbytes is optional
+    from remat.model.four_bits import load_4bit, sharded_4bit  # bitsandbytes is optional
 
     adapters.check_quantised(strategy.ds, hf_config)  # a plan may know the model by model.architecture alone
     dtype = hf_model.DTYPES[cfg.train.precision]
@@ -675,7 +675,8 @@ def _sharded_4bit(
             "takes four times the memory that it trains with"
         )
     net = _base(cfg, hf_config, strategy, world, reading, told, resuming=False)
-    adapters.quantise_shards(net, layers.decoder_layers(net), dtype, strategy.ds)
+    paths = adapters.paths_to_quantise(net, layers.decoder_layers(net))
+    sharded_4bit.quantise_shards(net, paths, dtype, strategy.ds)
     return net
 
 

@@ -198,7 +198,8 @@ def unmet_expectations(found: Placement, ds: Mapping[str, Any], *, ranks: int, d
     for section, (wanted, bytes_on) in places.items():
         # with NVMe offload, what is too small to be swapped stays in host memory
         allowed = {wanted or device_type} | ({"cpu"} if wanted == NVME else set())
-        if section == "offload_optimizer" and _keeps_part_on_device(ds):
+        # with Twin-Flow the first (1 - ratio) of the sub-groups are updated where the model computes
+        if section == "offload_optimizer" and ds_config.offload_ratio(ds) < 1:
             allowed.add(device_type)
         if section == "offload_optimizer" and not wanted:
             allowed.add(PAGED)
@@ -239,14 +240,6 @@ def describe_placement(found: Placement) -> str:
         f"{parameters.sharded} of {parameters.count} parameters sharded, this rank holds "
         f"{_places(parameters.bytes_on)}; optimizer state {_places(state.bytes_on)}"
     ) + f" ({', '.join(forms)})" * any("bf16" in sizes for sizes in state.bytes_in.values())
-
-
-def _keeps_part_on_device(ds: Mapping[str, Any]) -> bool:
-    """Return whether part of the optimizer's state stays on the device.
-
-    With Twin-Flow the first (1 - ratio) of the sub-groups are updated where the model computes.
-    """
-    return float((ds.get("zero_optimization", {}).get("offload_optimizer") or {}).get("ratio", 1.0)) < 1
 
 
 def _states(engine: Any, moments: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:

@@ -213,12 +213,17 @@ def record_skipped_step(
 
 
 def raise_if_nonfinite(run: Run, batch: StepBatch, step: int, losses: torch.Tensor) -> None:
-    """Raise TrainingFailed when the gradient is not finite, before it reaches the weights.
+    """Raise TrainingFailed on every rank when the gradient is not finite, before it reaches the weights.
 
-    ZeRO-0 in fp32 applies any gradient and cannot skip the step.
+    ZeRO-0 in fp32 applies any gradient and cannot skip the step. Collective with stages: each has its own gradients.
     """
-    grads = [p.grad for p in run.engine.module.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
+    every = run.engine.module.parameters()
+    parameters = [p for p in every if getattr(p, "model_parallel", True)]  # of tied ones one
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if run.pipeline is not None:
+        squares = norm.square() / run.world.zero_size  # the ranks of a stage have the same gradients
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
     run.engine._global_grad_norm = norm
     if not torch.isfinite(norm):
         record_skipped_step(run, batch, step, losses, float(norm))
@@ -387,7 +392,7 @@ def _forward_backward_update(run: Run, first: FirstStep, batch: StepBatch, step:
     optimizer.set_lr(engine.optimizer, optimizer.lr_at(step, run.cfg.optim, run.steps))
     scale = run.world.zero_size / max(1, batch.trained_tokens)
     if run.pipeline is not None:
-        return _through_stages(run, run.pipeline, first, batch, scale)
+        return _through_stages(run, run.pipeline, first, batch, step, scale)
     losses = []
     for micro_batch in batch.micro_batches:
         run.watchdog.enter("step", step + 1)
@@ -411,14 +416,24 @@ def _forward_backward_update(run: Run, first: FirstStep, batch: StepBatch, step:
 
 
 def _through_stages(
-    run: Run, pipeline: PipelineParallel, first: FirstStep, batch: StepBatch, scale: float
+    run: Run, pipeline: PipelineParallel, first: FirstStep, batch: StepBatch, step: int, scale: float
 ) -> torch.Tensor:
     """Run one optimizer step with stages. Ranks of the last stage return their losses, the others zeros.
 
     The first micro-batch of a launch goes through all stages by itself, so that what each stage keeps can be counted.
     """
-    engine, count = run.engine, len(batch.micro_batches)
-    every = map(run.inputs, batch.micro_batches)
+    engine, count, device = run.engine, len(batch.micro_batches), run.world.device
+
+    def inputs(micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        # as often on each stage: a rank that is behind is told by its marks
+        run.watchdog.enter("step", step + 1)
+        return run.inputs(micro_batch)
+
+    def before_update() -> None:
+        if run.strategy.zero_stage == 0:
+            raise_if_nonfinite(run, batch, step, pipeline.own_losses(len(batch.micro_batches), device))
+
+    every = map(inputs, batch.micro_batches)
     how: dict[str, Any] = {
         "weigh": lambda loss: loss * scale * poison_gradients(loss),
         "around": run.timer.phase,
@@ -429,8 +444,8 @@ def _through_stages(
                 pipeline.train(engine, every, 1, updates=False, forward_done=forward_done, **how)
             count -= 1
         run.stop.start(flushed=run.saves.flushed)
-        pipeline.train(engine, every, count, **how)
-    return pipeline.take_losses(len(batch.micro_batches), run.world.device)
+        pipeline.train(engine, every, count, before_update=before_update, **how)
+    return pipeline.take_losses(len(batch.micro_batches), device)
 
 
 def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, losses: torch.Tensor) -> None:
@@ -451,9 +466,10 @@ def _advance(run: Run, first: FirstStep, progress: Progress, batch: StepBatch, l
     run.window.step_end(batch.seen_tokens, batch.trained_tokens)
     run.console.progress(progress.step, run.steps)
     if not first.verified and progress.skipped_in_a_row == 0:
-        proof.verify_first_step(run, first)
-        run.tracker.begin()
-        run.snapshots.write(run.timer, run.record_folder, run.world)
+        with run.window.excluded():  # the second step is timed from its end
+            proof.verify_first_step(run, first)
+            run.tracker.begin()
+            run.snapshots.write(run.timer, run.record_folder, run.world)
     raise_if_too_many_skipped(run, progress.skipped_in_a_row, progress.step)
 
 

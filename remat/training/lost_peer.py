@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from remat.machine import distributed, peers
 from remat.machine.peers import LostPeer, Peers
-from remat.training.watchdog import Watchdog
+from remat.training.watchdog import Watchdog, name_place
 
 ROLL_S = 10.0  # how long ranks may take to answer; their watchdogs listen every 2 s
 FOLDER = "errors"  # in the run directory: the traceback of each rank
@@ -58,15 +58,14 @@ def recognised(error: BaseException) -> bool:
 
 def _explained(error: Exception, watchdog: Watchdog | None) -> LostPeer:
     phase, step = watchdog.place if watchdog is not None else ("end", 0)
-    here = f"step {step}" if phase == "step" else f"{phase} at step {step}" if step else phase
     file = _keep(error, watchdog.run_dir if watchdog is not None else None)
     found = peers.present()
     text, lost = (
         _verdict(found, (phase, step), str(error).strip().splitlines()[0]) if found else (str(error), [])
     )
     return LostPeer(
-        f"{text}; found in {here}: the run ends, saved states are as they were, resume=auto goes on from the newest "
-        f"(traceback: {file})",
+        f"{text}; found in {name_place(phase, step)}: the run ends, saved states are as they were, resume=auto goes on "
+        f"from the newest (traceback: {file})",
         lost,
     )
 

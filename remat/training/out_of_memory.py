@@ -95,10 +95,19 @@ def named(phase: str | Callable[[], str], plan: LaunchPlan) -> Iterator[None]:
             "recompute" if recomputing else PHASES.get(name, name),
             plan,
             place="GPU" if _on_gpu(cause) else "host",
-            layer=layer,
+            layer=None if layer is None else _first_layer(plan) + layer,
             measured=measure(str(cause)),
             cause=str(cause).strip().split("\n")[0],
         ) from error
+
+
+def _first_layer(plan: LaunchPlan) -> int:
+    """Return the index, in the whole model, of the first layer of this rank's stage, from which its layers count."""
+    stages = plan.strategy.stages
+    if stages is None:
+        return 0
+    ranks = distributed.world_size_from_env() // stages.size  # of a stage
+    return stages.borders[distributed.rank_from_env() // ranks]
 
 
 def find(error: BaseException | None) -> BaseException | None:

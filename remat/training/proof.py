@@ -111,7 +111,8 @@ def replay(run: Run, first: FirstStep, recorder: Recorder) -> None:
         ready = distributed.gather(mine) if run.pipeline is None else [mine]  # stages have layers of their own
         regions = sorted(set(ready[0]).intersection(*ready[1:]))
         first.replayed = recorder.replay(regions)
-        everyone = distributed.gather((first.replayed.differences, first.replayed.notes))
+        found = first.replayed.differences, first.replayed.notes
+        everyone = distributed.gather(tuple(_placed(run, texts) for texts in found))
     for note in sorted({text for _, notes in everyone for text in notes}):
         run.console.warning(f"not proven: {note}")
     problems = [f"rank {rank}: {text}" for rank, (texts, _) in enumerate(everyone) for text in texts]
@@ -159,22 +160,31 @@ def collect(run: Run, first: FirstStep) -> tuple[RankProof, list[str]]:
     watch = first.trace
     assert watch is not None, "the first micro-batch is always watched"
     where = engine_memory.find_placement(run.engine)
-    before = run.pipeline.first_layer if run.pipeline else 0
     found = RankProof(
-        layers=[_renumbered(row, before) for row in verification.rows(run.applied, watch)],
+        layers=[_renumbered(row, _first_layer(run)) for row in verification.rows(run.applied, watch)],
         placement=where,
         flops={phase: watch.total_flops(phase) for phase in watch.flops},
         gathered_bytes=dict(watch.gathered_bytes),
     )
     largest = run.cfg.train.micro_batch_size * run.cfg.train.seq_len
     full = first.shape[0] * first.shape[1] >= largest
-    broken = verification.unmet_expectations(run.applied, watch, run.cfg.checkpointing, full=full)
-    if before:  # these messages count layers from the first of the stage
-        broken = [f"in a stage whose layer 0 is the model's layer {before}, {text}" for text in broken]
+    broken = _placed(run, verification.unmet_expectations(run.applied, watch, run.cfg.checkpointing, full=full))
     broken += engine_memory.unmet_expectations(
         where, run.strategy.ds, ranks=run.world.zero_size, device_type=run.world.device.type
     )
     return found, broken
+
+
+def _first_layer(run: Run) -> int:
+    return run.pipeline.first_layer if run.pipeline else 0
+
+
+def _placed(run: Run, texts: list[str]) -> list[str]:
+    """Return texts about layers, which count from the first of a stage, with the place of that one in the model."""
+    before = _first_layer(run)
+    return [
+        f"in a stage whose layer 0 is the model's layer {before}, {text}" if before else text for text in texts
+    ]
 
 
 def _renumbered(row: dict[str, Any], before: int) -> dict[str, Any]:
@@ -211,10 +221,10 @@ def record(run: Run, first: FirstStep, found: list[RankProof]) -> dict[str, Any]
 def prove_shared_sequences(run: Run, batch: StepBatch) -> dict[str, Any]:
     """Check that ranks that share sequences compute one rank's loss; return the findings for proof.json. Collective.
 
-    The first tokens of a row are gathered. The group computes their loss together, and each rank computes it by itself,
-    without dropout: the two must agree. For fewer tokens the norms of the loss's gradient for the embedding's output
-    must agree too, because that gradient passes through every exchange. Labels of all ranks' parts are counted: none
-    may be lost or counted twice.
+    At most LONGEST tokens of the row with the most trained tokens are gathered. The group computes their loss together,
+    and each rank computes it by itself, without dropout: the two must agree. For fewer tokens the norms of the loss's
+    gradient for the embedding's output must agree too, because that gradient passes through every exchange. Labels of
+    all ranks' parts are counted: none may be lost or counted twice.
 
     Raises PolicyNotApplied on all ranks otherwise, after proof.json is written.
     """

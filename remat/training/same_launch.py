@@ -176,21 +176,11 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by dotted name. Lists and empty mappings are leaves."""
-    if isinstance(value, Mapping) and value:
-        found: dict[str, Any] = {}
-        for key, item in value.items():
-            found |= _flat(item, f"{name}.{key}" if name else str(key))
-        return found
-    return {name: value}
-
-
 def _shown(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return (digest, what may be shown) of each leaf by its dotted name."""
-    may_show = _flat(redact(values))
+    may_show = resumed.flat(redact(values))
     found = {}
-    for name, value in _flat(values).items():
+    for name, value in resumed.flat(values).items():
         digest = hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
         text = may_show.get(name, "***")
         text = text if isinstance(text, str) else json.dumps(text, default=str)

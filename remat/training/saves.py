@@ -121,10 +121,8 @@ def collect_state(run: Run, progress: Progress) -> RunState:
 def _failed(run: Run, error: SaveError, *, may_fail: bool) -> None:
     if not may_fail:
         raise error
-    goes_on = (
-        ". Training goes on (save.on_error=continue)" if run.cfg.save.on_error is not SaveFailure.stop else ""
-    )
-    run.console.warning(f"{error}{goes_on}")
+    goes_on = run.cfg.save.on_error is not SaveFailure.stop and run.stop.reason is None
+    run.console.warning(f"{error}{'. Training goes on (save.on_error=continue)' * goes_on}")
 
 
 def _tell(run: Run, step: int, result: SaveResult) -> None:

@@ -201,10 +201,9 @@ class Watchdog(threading.Thread):
 
     def _leave_now(self, text: str) -> None:
         phase, step = self._mark
-        place = _place({"phase": phase, "step": step})
         _say(
-            f"{text}; rank {self._rank} was in {place}: the run ends, saved states are as they were, resume=auto goes "
-            "on from the newest"
+            f"{text}; rank {self._rank} was in {name_place(phase, step)}: the run ends, saved states are as they were, "
+            "resume=auto goes on from the newest"
         )
         self._let_go()
         os._exit(exit_codes.FAILED)
@@ -406,9 +405,13 @@ def _option(report: dict[str, Any]) -> str:
     return f"{own}, and {more:.0f} s for its bytes" if more >= 1 else own
 
 
+def name_place(phase: str, step: int) -> str:
+    """Return where a rank is: `step 4`, `save at step 4` or `build`."""
+    return f"step {step}" if phase == "step" else f"{phase} at step {step}" if step else phase
+
+
 def _place(report: dict[str, Any]) -> str:
-    phase, step = report["phase"], report["step"]
-    return f"step {step}" if phase == "step" else f"{phase} at step {step}" if step else str(phase)
+    return name_place(report["phase"], report["step"])
 
 
 def _where() -> str:

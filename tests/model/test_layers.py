@@ -229,3 +229,18 @@ def test_a_block_that_is_named_after_its_norms_is_no_norm() -> None:
         net = AutoModelForCausalLM.from_config(config)
     names = [f"norm_attn_norm.norm_{number}" for number in (1, 2)]
     assert [name for name, _ in layers.find_modules(decoder_layers(net)[0], "norm")] == names
+
+
+class WithAList(torch.nn.Module):
+    """A layer whose experts are numbered, one of which knows its path in the model."""
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(2, width) for _ in range(3))
+        self.experts[2].path = f"model.layers.{number}.experts.2"  # type: ignore[assignment]
+
+
+def test_layers_that_differ_in_their_number_alone_have_one_description() -> None:
+    told = [layers.describe(WithAList(number, 2), number) for number in range(4)]
+    assert told == [told[0]] * 4
+    assert layers.describe(WithAList(1, 3), 1) != told[0]

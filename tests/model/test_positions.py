@@ -133,6 +133,28 @@ def test_what_is_stretched_already_goes_on_in_the_same_way_alone() -> None:
             stretched(kind, factor, **more)
 
 
+DEEPSEEK_V2 = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.5,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_a_model_of_yarn_keeps_its_other_parameters_and_gets_the_attention_of_the_new_factor() -> None:
+    rope = DEEPSEEK_V2 | {"attention_factor": 1.5}
+    config = stretched("yarn", 8.0, max_position_embeddings=256, rope_parameters=rope)
+    assert config.rope_parameters == DEEPSEEK_V2 | {"factor": 8.0}
+    assert config.max_position_embeddings == 512
+    plain = LlamaRotaryEmbedding(stretched("yarn", 8.0))
+    assert not torch.equal(LlamaRotaryEmbedding(config).inv_freq, plain.inv_freq)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_a_model_without_rotary_positions_is_not_stretched(family: str) -> None:
     cfg = ModelConfig(rope_scaling=RopeScaling.yarn, rope_factor=4.0)

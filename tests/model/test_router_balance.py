@@ -28,6 +28,21 @@ def batch_of(blocks: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+class LikeAnEngine(torch.nn.Module):
+    """Like DeepSpeed's engine: in an evaluation only its model knows of it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def eval(self) -> LikeAnEngine:
+        self.module.train(False)
+        return self
+
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        return self.module(**inputs)
+
+
 def gradients(net: Any, value: torch.Tensor) -> dict[str, torch.Tensor]:
     net.zero_grad()
     (value * FACTOR).backward()
@@ -57,8 +72,11 @@ def test_changes_the_gradient_of_the_routers_and_not_an_evaluation() -> None:
     after = gradients(net, balanced(net, batch))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name for name in before if "mlp.gate" in name} <= moved
-    net.eval()
-    assert balanced(net, batch).item() == pytest.approx(plain.item(), rel=1e-6)
+    engine = LikeAnEngine(net)
+    engine.eval()
+    assert engine.training
+    for called in (net, engine):
+        assert balanced(called, batch).item() == pytest.approx(plain.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (1, 3), (2, 2)])
@@ -128,3 +146,13 @@ def test_refused(words: list[str], family: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as error:
         decided("train.router_aux_loss_coef=0.01", *words, family=family)
     assert "set " in str(error.value)
+
+
+def test_a_refusal_says_whose_factor_it_is() -> None:
+    on = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    with pytest.raises(
+        ConfigError, match=r"router_aux_loss_coef=0\.02 \(the model's own\) with compile=layers"
+    ):
+        decided("compile=layers", **on)
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0\.01 with compile=layers"):
+        decided("compile=layers", "train.router_aux_loss_coef=0.01", **on)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Mxf
 
 from remat.config.options import Attention, ModelConfig, ModelInit, PeftMethod
 from remat.model import hf_model, weight_files
+from remat.model.four_bits import load_4bit
 from tests.model.test_flops import FAMILIES, SIZES
 from tests.support import tiny
 
@@ -60,6 +62,21 @@ def test_another_width_more_layers_and_another_family_are_told(tmp_path: Path) -
     save_file({"transformer.wte.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     (told,) = differences(tmp_path)
     assert "missing (for example model.embed_tokens.weight" in told and "a LlamaForCausalLM" in told
+
+
+def test_a_file_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> None:
+    whole = LlamaForCausalLM.from_pretrained(tiny.make_model(tmp_path / "whole"))
+    folder = tmp_path / "parts"
+    whole.save_pretrained(folder, max_shard_size="50KB")
+    own = whole.lm_head.weight.detach()
+    for name, left in {"model-1-of-1": own + 1, "model-9-of-9": own + 2}.items():  # before and after the others
+        save_file({"lm_head.weight": left}, folder / f"{name}.safetensors", metadata={"format": "pt"})
+    cfg = cfg_of(folder)
+    with ExitStack() as stack:
+        model, files = load_4bit.look(cfg, hf_model.load_config(cfg), torch.float32, stack)
+        assert torch.equal(files.read(model.lm_head.weight), own)
+    save_file({"lm_head.weight": torch.ones(2, 2)}, folder / "model-9-of-9.safetensors")
+    assert differences(folder) == []
 
 
 def test_weights_in_few_bits_are_refused_but_for_those_that_qlora_reads() -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from remat.activation_checkpointing.mechanisms.counters import PolicyNotApplied
+from remat.activation_checkpointing.replay import Replayed
 from remat.config import compose
 from remat.config.options import ConfigError
 from remat.config.units import GIB
@@ -21,6 +23,7 @@ from remat.parallel.pipeline_parallel import SLOWER_WITHIN, Stages, divide, keep
 from remat.planning import strategy, sweep
 from remat.planning.plan import GPU_MEMORY, Category, Recordings, make_plan
 from remat.training import proof
+from remat.training.proof import FirstStep
 from tests.support import tiny
 
 KNOWN = Recordings()
@@ -152,6 +155,22 @@ def test_a_broken_promise_says_which_layers_of_the_model_it_is_about(monkeypatch
     run.cfg.train.micro_batch_size, run.cfg.train.seq_len, run.pipeline.first_layer = 1, 8, 4
     told = "in a stage whose layer 0 is the model's layer 4, layer 1 was kept"
     assert proof.collect(run, first)[1] == [told, "host memory"]
+
+
+def test_a_layer_that_computes_another_value_is_named_by_its_place_in_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proof.distributed, "gather", lambda mine: [mine])
+    run, recorder = MagicMock(), MagicMock()
+    run.pipeline.first_layer, run.world.is_main = 4, False
+    recorder.ready.return_value = [0]
+    recorder.replay.return_value = Replayed(
+        differences=["layer 1: its result differs"], notes=["layer 0: no result"]
+    )
+    where = "in a stage whose layer 0 is the model's layer 4"
+    with pytest.raises(PolicyNotApplied, match=f"rank 0: {where}, layer 1: its result differs"):
+        proof.replay(run, FirstStep(), recorder)
+    run.console.warning.assert_called_once_with(f"not proven: {where}, layer 0: no result")
 
 
 def test_more_micro_batches_wait_less() -> None:

@@ -38,8 +38,10 @@ RUNS: dict[str, tuple[list[str], str]] = {
 REST = {"zero2", "zero2_offload", "zero2_offload_gradient", "zero3", "zero3_offload", "zero3_offload_gradient"}
 REST |= {"bf16_zero2", "bf16_zero2_offload"}
 ZERO0 = ["deepspeed.config=zero1", "deepspeed.overrides.zero_optimization.stage=0"]
+STAGES = ["train.pipeline_parallel_size=2", "checkpointing=none"]
 ENDED: dict[str, tuple[list[str], str]] = {
     "zero0": ([*ZERO0, "save.every=1"], LOSS),
+    "zero0_stages": ([*ZERO0, *STAGES, "save.every=1"], LOSS),
     "too_many": (["deepspeed.config=zero2", "save.every=1", "train.max_skipped_steps=1"], LOSS),
 }
 Ran = tuple[Path, dict[str, dict[str, Any]], str]

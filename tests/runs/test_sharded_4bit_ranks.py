@@ -81,7 +81,9 @@ def build(folder: Path, ds: dict[str, Any], precision: Precision, *, hidden: boo
             adapters.quantise(net, decoder_layers(net), dtype, CPU)
             hide(net)
         else:
-            adapters.quantise_shards(net, decoder_layers(net), dtype, ds)
+            from remat.model.four_bits import sharded_4bit
+
+            sharded_4bit.quantise_shards(net, find_matrices(net), dtype, ds)
     stage = 2 if hidden else 3
     return adapters.add_lora(net, PEFT, layers=decoder_layers(net), ds_config=ds, zero_stage=stage, seed=5)
 

@@ -237,7 +237,7 @@ def larger(workshop: Path) -> dict[str, list[str]]:
 
 
 def experts(workshop: Path) -> dict[str, list[str]]:
-    """Strategies of one mixture of experts with its balancing loss, and one without it.
+    """Strategies of one mixture of experts with its balancing loss, and one without it; all hold data out.
 
     ZeRO-3 gathers its routers by themselves, not with their experts as those of Mixtral. The table keeps nothing.
     """
@@ -245,7 +245,7 @@ def experts(workshop: Path) -> dict[str, list[str]]:
     if not folder.exists():
         tiny.make_model(folder, "olmoe", num_experts=4, num_experts_per_tok=2)
         table.write_text(json.dumps({"layers": {"0-1": {"keep": []}}}))
-    common = [f"model.path={folder}", "train.router_aux_loss_coef=0.5"]
+    common = [f"model.path={folder}", "data.eval_fraction=0.2", "train.router_aux_loss_coef=0.5"]
     return {
         "balanced_zero2": ["deepspeed.config=zero2", "checkpointing=none", *common],
         "balanced_zero3_micro1": [
@@ -258,7 +258,7 @@ def experts(workshop: Path) -> dict[str, list[str]]:
             f"balanced_zero3_{policy}": ["deepspeed.config=zero3", f"checkpointing={policy}", *more, *common]
             for policy, more in {"none": [], "budget": [f"checkpointing.table={table}"]}.items()
         },
-        "not_balanced": ["deepspeed.config=zero2", "checkpointing=none", common[0], "train.stop_at=1"],
+        "not_balanced": ["deepspeed.config=zero2", "checkpointing=none", *common[:2], "train.stop_at=1"],
     }
 
 
@@ -289,6 +289,8 @@ def test_the_balancing_loss_of_experts_does_not_depend_on_the_strategy(two_rank_
     assert len(other) == tiny.STEPS
     added = one[0]["loss/train"] - without[0]["loss/train"]
     assert 0.5 * 2 <= added < 0.5 * 4, "2 of 4 experts a token: 2 where all are used alike, 4 where two are"
+    evaluated = [tiny.rows(two_rank_runs / name / "run", "loss/eval")[-1]["loss/eval"] for name in names[:2]]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-4), "and is no part of an evaluation"
     kept, table = (trajectory(two_rank_runs / f"balanced_zero3_{name}" / "run") for name in ("none", "budget"))
     assert table == kept
     proof = json.loads((two_rank_runs / "balanced_zero3_budget" / "run" / "proof.json").read_text())

@@ -153,17 +153,19 @@ class Fault:
         return loss
 
     def _in_forward(self, parts: Any, *, training: bool, index: int) -> None:
-        original, count = parts.token_loss, 0
+        owner = parts.pipeline or parts  # of stages, only the last one has a loss
+        original, count = owner.token_loss, 0
 
-        def token_loss(engine: Any, inputs: Any) -> Any:
+        def token_loss(called: Any, inputs: Any) -> Any:
             nonlocal count
-            loss = original(engine, inputs)
-            if engine.module.training is not training:
+            loss = original(called, inputs)
+            if getattr(called, "module", called).training is not training:
                 return loss
             count += 1
             return self.happen(parts.folder, loss) if count == index + 1 else loss
 
-        parts.token_loss = token_loss
+        if original is not None:
+            owner.token_loss = token_loss
 
     def _in_backward(self, parts: Any, index: int) -> None:
         """Where the backward of that micro-batch calls its first collective: other ranks wait in it for this one."""

@@ -15,6 +15,7 @@ from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.config.options import OnOutOfMemory, RunConfig
 from remat.config.units import GIB
 from remat.launch import retreat
+from remat.parallel.pipeline_parallel import Stages
 from remat.planning.launch_plan import LaunchPlan
 from remat.planning.plan import Resource
 from remat.planning.simulation.types import Moment, Phase
@@ -46,7 +47,7 @@ def plan(**changes: Any) -> LaunchPlan:
         "reason": None,
         "states": [],
         "command": COMMAND,
-        "strategy": None,
+        "strategy": SimpleNamespace(stages=None),
     }
     return LaunchPlan(**(values | changes))
 
@@ -74,6 +75,22 @@ def test_what_says_that_memory_ran_out(error: Exception, place: str, asked: int 
         raise error
     assert (caught.value.place, caught.value.phase) == (place, "load")
     assert caught.value.measured.asked_bytes == asked
+
+
+@pytest.mark.parametrize(("rank", "layer"), [(1, 3), (2, 11)])
+def test_a_layer_of_a_stage_is_told_by_its_place_in_the_model(
+    rank: int, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks, two a stage; memory runs out in the fourth layer of one."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    launch = plan(strategy=SimpleNamespace(stages=Stages((0, 8, 16))))
+    with (
+        pytest.raises(OutOfMemory, match=f"layer {layer} on rank {rank}"),
+        out_of_memory.named("forward", launch),
+        Scope().inside(3),
+    ):
+        raise MemoryError
 
 
 def test_the_allocator_of_a_cpu_says_so() -> None:

@@ -8,13 +8,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from remat.config.options import SaveFailure
 from remat.launch import signals
 from remat.launch.processes import free_port
 from remat.machine.distributed import World
+from remat.saving.manifest import SaveError
+from remat.training import saves
 from remat.training.stopping import StopVote
 
 NOTED = """
@@ -145,6 +149,18 @@ for process in ranks:
 for more, found in [answers.get(timeout=100) for _ in ranks]:
     assert found == [size - 1, 0] and more <= 2, (more, found)
 """
+
+
+@pytest.mark.parametrize(("reason", "goes_on"), [(None, True), ("SIGTERM", False)])
+def test_a_save_that_fails_while_the_run_ends_does_not_say_that_training_goes_on(
+    reason: str | None, goes_on: bool
+) -> None:
+    run = MagicMock()
+    run.cfg.save.on_error, run.stop.reason = SaveFailure("continue"), reason
+    run.saves.pending.complete.side_effect = SaveError("no room")
+    saves.wait_for_save(run, may_fail=True)
+    told = "no room" + ". Training goes on (save.on_error=continue)" * goes_on
+    run.console.warning.assert_called_once_with(told)
 
 
 def test_ranks_that_agree_are_connected_in_a_ring_and_not_each_with_each() -> None:

@@ -125,11 +125,12 @@ class Files:
 
     def __init__(self, folder: Path, model: Any, stack: contextlib.ExitStack) -> None:
         held: dict[str, Any] = {}
-        for path in sorted(folder.glob(FILES)):
+        problems: list[str] = []
+        for path in paths.weight_files(folder, str(folder), problems):
             file = stack.enter_context(safe_open(path, framework="pt"))
             held |= dict.fromkeys(file.keys(), file)
-        if not held:
-            raise Elsewhere(f"{folder} has no {FILES}")
+        if problems or not held:
+            raise Elsewhere("; ".join(problems) or f"{folder} has no {FILES}")
         self.read_bytes = 0  # by this rank so far
         prefix = f"{model.base_model_prefix}."
         self._found: dict[int, tuple[Any, str]] = {}  # id of a weight, which may have two names -> (file, name)

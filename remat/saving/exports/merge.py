@@ -74,7 +74,7 @@ def merge_folder(adapter: Path, run_dir: Path, folder: Path, form: Form, cfg: Ru
         adapter, run_dir, type(base), torch.float32 if form.dtype is torch.float32 else held
     )
     quantised = (
-        adapters.quantised_names(base, layers.decoder_layers(base))
+        {f"{path}.weight" for path in adapters.paths_to_quantise(base, layers.decoder_layers(base))}
         if cfg.peft.method is PeftMethod.qlora
         else ()
     )
