@@ -34,6 +34,7 @@ from remat.saving import save  # noqa: E402
 from remat.saving.state_files import SavedWeights  # noqa: E402
 from remat.training import build, loop  # noqa: E402
 from tests.support import recordings, stages, tiny  # noqa: E402
+from tests.support.pool import leave_groups  # noqa: E402
 
 
 def watch(batches: Any, ids: list[list[int]], stops: bool) -> None:
@@ -86,6 +87,8 @@ def main(argv: list[str]) -> int:
         loop.train(parts)
         parts.engine.destroy()
         done[name] = {"ids": ids, "rows": tiny.rows(parts.folder), "held": distributed.gather(held)}
+        del parts
+        leave_groups()
     if distributed.rank_from_env() == 0:
         spec_path.with_suffix(".done.json").write_text(json.dumps(done))
     distributed.shut_down()
