@@ -126,9 +126,7 @@ def serve(pipe: Connection, rank: int, size: int, port: int, gpus: bool = False)
         gc.collect()
         # After a failure others may still be in a collective of the case, which must not meet a barrier in its place.
         if not failed:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # a rank is gone: the pool closes, or the next case tells of it
+            with contextlib.suppress(RuntimeError):  # a rank is gone: the pool closes, or the next case tells
                 leave_groups()
         gc.freeze()  # DeepSpeed keeps much of each engine, and looks for garbage whenever it builds the next
 
