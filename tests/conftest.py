@@ -23,23 +23,27 @@ ops.use_environment_folder()
 from tests.support import fork_server  # noqa: E402
 from tests.support.pool import RankPool  # noqa: E402
 
-LONGEST = [  # in CPU time of their own and of what they start; the first two by their exhaustive cases
+LONGEST = [  # in CPU time of their own and of what they start; the first two by their exhaustive cases; four sleep
     "runs/test_sequence_parallel_ranks.py",
     "planning/test_recipes_beaten.py",
     "runs/test_user_path.py",
     "runs/test_granularity_grid.py",
+    "repository/test_fork_server.py",
     "runs/test_retreat.py",
     "config/test_compose.py",
     "planning/test_search.py",
     "planning/test_budget.py",
+    "training/test_run_ranks.py",
     "runs/test_trajectories.py",
     "runs/test_lora_ranks.py",
     "runs/test_stop.py",
     "runs/test_installed.py",
+    "machine/test_owner_lock.py",
     "runs/test_nvme.py",
     "runs/test_simulated_peaks_ranks.py",
     "activation_checkpointing/test_budget.py",
     "model/test_qlora.py",
+    "machine/test_peers.py",
     "runs/test_tutorial.py",
     "runs/test_saving_ranks.py",
     "runs/test_tensor_parallel_ranks.py",

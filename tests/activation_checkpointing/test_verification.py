@@ -196,15 +196,15 @@ GEMMA4 = {
 
 
 def test_keys_and_values_that_later_layers_share_are_theirs() -> None:
-    """More than the slack: 2 x 700 tokens x 2 heads x 128 x 4 bytes, keys and values."""
+    """More than the slack: 2 x 300 tokens x 2 heads x 128 x 4 bytes, keys and values."""
     net = model("gemma4_text", **GEMMA4)
-    result = proven_equal(net, CheckpointingConfig(), torch.zeros(2, 700, dtype=torch.long))
+    result = proven_equal(net, CheckpointingConfig(), torch.zeros(2, 300, dtype=torch.long))
     shared = [result.watch.shared_bytes.get(index, 0) for index in range(4)]
-    assert shared[:2] == [2 * 700 * 2 * 128 * 4 * 2] * 2 and shared[2:] == [0, 0]
+    assert shared[:2] == [2 * 300 * 2 * 128 * 4 * 2] * 2 and shared[2:] == [0, 0]
     assert shared[0] > verification.SLACK_BYTES
     held: list[torch.Tensor] = []  # and what nobody shares is still found
-    net.model.layers[1].mlp.register_forward_hook(lambda m, a, out: held.append(out.detach().repeat(8, 1, 1)))
-    (text,) = problems(net, CheckpointingConfig(), torch.zeros(2, 700, dtype=torch.long))
+    net.model.layers[1].mlp.register_forward_hook(lambda m, a, out: held.append(out.detach().repeat(16, 1, 1)))
+    (text,) = problems(net, CheckpointingConfig(), torch.zeros(2, 300, dtype=torch.long))
     assert "layer 1 keeps" in text
 
 

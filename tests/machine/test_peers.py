@@ -83,7 +83,7 @@ def test_a_rank_that_ended_before_it_came_ends_the_wait_at_once(store: Any) -> N
 def test_a_slow_node_is_waited_for_while_it_lives_and_a_dead_one_is_named(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "SILENT_S", 0.4)
+    monkeypatch.setattr(peers, "SILENT_S", 1.0)
     monkeypatch.setattr(peers, "ASK_EVERY_S", 0.02)
     monkeypatch.setattr(peers, "TELL_EVERY_S", 0.1)
     said: list[str] = []
@@ -93,12 +93,12 @@ def test_a_slow_node_is_waited_for_while_it_lives_and_a_dead_one_is_named(
     met = threading.Event()
     meeting = threading.Thread(target=lambda: (first.meet("data", said.append), met.set()), daemon=True)
     meeting.start()
-    for beats in range(12):
+    for beats in range(25):  # longer than two looks at who is silent: the first knows no beats
         second.put_own("beat", {"beats": beats + 1})
         assert not met.wait(0.1)
     second.meet("data", said.append)
     assert met.wait(30) and "waiting for rank 1 on node-1 in data" in said[0]
-    with pytest.raises(LostPeer, match=r"rank 1 on node-1 gave no sign of life for 0\.4 s"):
+    with pytest.raises(LostPeer, match=r"rank 1 on node-1 gave no sign of life for 1 s"):
         first.meet("more data", said.append)
 
 
@@ -106,12 +106,12 @@ def test_rank_0s_store_takes_more_ranks_than_the_soft_limit_on_open_files(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ranks = 100
+    ranks = 24
     monkeypatch.setattr(peers, "OTHER_FILES", 256)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (128, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (32, before[1]))
     try:
         server = peers._open(holds=True)
         clients = [peers._open(holds=False) for _ in range(ranks - 1)]  # each takes two files of this process
@@ -137,7 +137,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     codes: list[int] = []
     monkeypatch.setattr(watchdog, "POLL_S", 0.02)
     monkeypatch.setattr(watchdog, "LISTEN_S", 0.02)
-    monkeypatch.setattr(watchdog, "BEAT_S", 0.05)
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.3)
     monkeypatch.setattr(watchdog, "REPORTS_S", 1.0)
     monkeypatch.setattr(watchdog, "FIRST_SPEAKS_S", 0.0)
     monkeypatch.setattr(watchdog, "_leave_alone", lambda mine: None)

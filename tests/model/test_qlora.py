@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,6 +158,14 @@ def test_planned_bytes_of_shards_are_those_of_the_flat_weights(config: str, fami
     assert not any("constants" in item.name for item in items)
 
 
+@pytest.fixture
+def compiled_in_fp32(dtype: torch.dtype) -> Iterator[None]:
+    """What bitsandbytes does where no kernel of its own takes a width is compiled, for ten seconds: in fp32 alone."""
+    with nullcontext() if dtype is torch.float32 else torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.usefixtures("compiled_in_fp32")
 @pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("shape", [(64, 64), (33, 100), (1000, 33), (3, 2)])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

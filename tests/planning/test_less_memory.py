@@ -25,14 +25,18 @@ def on(words: list[str], gib: float) -> list[str]:
     return [*words, f"hardware.gpu_memory_gib={gib:.4f}"]
 
 
+KNOWN = Recordings()
+
+
 def needed_gib(words: list[str], *more: str) -> float:
-    return needed_bytes(make_plan(compose.compose_run([*words, *more]).run), GPU_MEMORY) / GIB
+    planned = make_plan(compose.compose_run([*words, *more]).run, recordings=KNOWN)
+    return needed_bytes(planned, GPU_MEMORY) / GIB
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def known() -> Recordings:
-    """What the searches of this file have recorded of the same model."""
-    return Recordings()
+    """What the searches and plans of this file have recorded of the same model."""
+    return KNOWN
 
 
 @pytest.fixture(scope="module")

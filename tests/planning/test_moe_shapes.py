@@ -29,9 +29,16 @@ def planned(model: str, policy: str, more: list[str], known: Recordings) -> Plan
     return make_plan(compose.compose_run(words).run, recordings=known)
 
 
-@pytest.mark.parametrize("layers", [FEW, pytest.param([], marks=pytest.mark.exhaustive)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    ("layers", "apart"),
+    [
+        pytest.param(FEW, True, id="few in turn"),
+        pytest.param(FEW, False, id="few", marks=pytest.mark.exhaustive),
+        pytest.param([], False, id="all", marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.parametrize("model", EXPERTS)
-def test_experts_are_planned_under_every_granularity(model: str, layers: list[str]) -> None:
+def test_experts_are_planned_under_every_granularity(model: str, layers: list[str], apart: bool) -> None:
     known = Recordings()
     keeping = planned(model, "none", layers, known)
     number, width, inner = EXPERTS[model]
@@ -40,7 +47,10 @@ def test_experts_are_planned_under_every_granularity(model: str, layers: list[st
     on_host = sum({**keeping.plan.pinned, **keeping.plan.host}.values()) - 2.5 * GIB
     # weights and gradients in bf16, master copies of both and two moments in fp32
     assert on_host == pytest.approx((2 + 2 + 4 + 4 + 8) * params / RANKS, rel=0.02)
+    turn = list(EXPERTS).index(model)
     for policy in POLICIES:
+        if apart and policy != "budget" and POLICIES.index(policy) % len(EXPERTS) != turn:
+            continue
         budget = [f"checkpointing.budget_gib={BUDGETS_GIB[model]}"] if policy == "budget" and layers else []
         plan = planned(model, policy, [*layers, *budget], known)
         gathered = plan.plan.gpu.get(Category.gathered, 0)

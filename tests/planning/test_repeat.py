@@ -18,7 +18,7 @@ from remat.planning.simulation import repeat, simulate
 from remat.planning.simulation.repeat import NotRepeated, Repeat
 
 SMALL = ("model=tiny_llama", "train.seq_len=64", "hardware=2x4090", "hardware.gpus_per_node=2")
-DEPTH = 14
+DEPTH = 10
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "grouped_mm"}
 
 
@@ -96,20 +96,23 @@ def test_a_few_layers_are_recorded_for_all(words: tuple[str, ...], stage: str) -
 
 
 @pytest.mark.parametrize(
-    ("words", "fields"),
+    ("words", "depth", "fields"),
     [
-        (("checkpointing=interval",), {}),  # a period of two layers
+        (("checkpointing=interval",), 16, {}),  # a period of two layers
         (
             ("checkpointing=uniform", "checkpointing.segment_layers=2"),
+            16,
             {},
         ),  # layers that are recomputed together
-        (("checkpointing=full",), {"model_type": "mixtral", **EXPERTS}),
-        (("checkpointing=full", "peft=qlora", "train.precision=bf16"), {}),
+        (("checkpointing=full",), DEPTH, {"model_type": "mixtral", **EXPERTS}),
+        (("checkpointing=full", "peft=qlora", "train.precision=bf16"), DEPTH, {}),
     ],
     ids=["interval", "uniform", "mixtral", "qlora"],
 )
-def test_longer_periods_experts_and_4_bit_weights_repeat_too(words: tuple[str, ...], fields: Any) -> None:
-    assert_repeats(run_of(*words, "deepspeed.config=zero2", depth=16, **fields))
+def test_longer_periods_experts_and_4_bit_weights_repeat_too(
+    words: tuple[str, ...], depth: int, fields: Any
+) -> None:
+    assert_repeats(run_of(*words, "deepspeed.config=zero2", depth=depth, **fields))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_results_that_are_remembered_by_their_shapes_change_no_recording(
 
 def test_layers_of_other_kinds_are_told_apart() -> None:
     kinds = ["sliding_attention"] * 6 + ["full_attention"] * 8
-    cfg = run_of("checkpointing=full", "deepspeed.config=zero2", model_type="qwen3", use_sliding_window=True,
+    cfg = run_of("checkpointing=full", "deepspeed.config=zero2", depth=14, model_type="qwen3", use_sliding_window=True,
                  sliding_window=16, layer_types=kinds)  # fmt: skip
     decided = strategy.decide(cfg, world_size=2, can_pin=True)
     short = strategy.shorten(cfg, decided.decisions, 1)
@@ -159,12 +162,12 @@ MOVES = {
 def test_host_memory_of_all_layers_follows_from_what_a_few_take(name: str, stage: str) -> None:
     """Slabs are cut for sizes in their order, so their sum is not the sum of the layers'."""
     words = (*MOVES[name], "checkpointing.offload.min_bytes=0", f"deepspeed.config={stage}")
-    assert_repeats(run_of(*words, depth=24))
+    assert_repeats(run_of(*words, depth=18))
 
 
 def test_host_memory_that_is_taken_again_is_recorded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = run_of(
-        "checkpointing=offload", "checkpointing.offload.min_bytes=0", "deepspeed.config=zero2", depth=24
+        "checkpointing=offload", "checkpointing.offload.min_bytes=0", "deepspeed.config=zero2", depth=18
     )
     expected = make_plan(cfg, recordings=Recordings()).plan
     monkeypatch.setattr(Taken, "in_a_row", False, raising=False)

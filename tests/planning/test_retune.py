@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,13 +34,23 @@ MACHINE = ["hardware.gpus_per_node=1", "hardware.gpu='NVIDIA GeForce RTX 4090'",
 Measured = Mapping[str, float] | None
 
 
-@pytest.fixture(scope="module")
-def known() -> Recordings:
-    return Recordings()
+KNOWN = Recordings()
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> Recordings:
+    """What all plans of this file record, those of `retune` too."""
+    monkeypatch.setattr(retune, "Recordings", lambda: KNOWN)
+    return KNOWN
+
+
+@functools.cache
+def table_of(words: tuple[str, ...], *, on_gpu: bool) -> str:
+    return json.dumps(make_plan(compose.from_command_line(words).run, recordings=KNOWN, on_gpu=on_gpu).table)
 
 
 @pytest.fixture
-def write_run(tmp_path: Path, known: Recordings) -> Callable[..., Path]:
+def write_run(tmp_path: Path) -> Callable[..., Path]:
     def write(
         measured: Measured, *, words: list[str] = WORDS, device: str = "cuda", table: bool = True
     ) -> Path:
@@ -49,8 +60,7 @@ def write_run(tmp_path: Path, known: Recordings) -> Callable[..., Path]:
         command = " ".join(["remat", "plan", *words, *machine])
         (tmp_path / "plan.json").write_text(json.dumps({"device": device, "command": command}))
         if table:
-            chosen = make_plan(composed.run, recordings=known, on_gpu=device == "cuda").table
-            (tmp_path / budget.FILE).write_text(json.dumps(chosen))
+            (tmp_path / budget.FILE).write_text(table_of(tuple(words), on_gpu=device == "cuda"))
         if measured is not None:
             rows = [{"category": phase, "measured": seconds} for phase, seconds in measured.items()]
             (tmp_path / "ledger.json").write_text(json.dumps({"rows": rows}))
@@ -92,9 +102,14 @@ def test_the_corrected_plan_takes_what_was_measured(
     assert found.now.plan.resources[0].needed_bytes <= 1.06 * 2**30
 
 
-def test_what_is_printed_carries_out_the_new_tables(write_run: Callable[..., Path], known: Recordings) -> None:
+def test_what_is_printed_carries_out_the_new_tables(
+    write_run: Callable[..., Path], known: Recordings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command and what it prints are planned from nothing."""
     run = write_run(on_a_slower_machine(known, arithmetic=1.0, traffic=6.0))
-    done = CliRunner().invoke(cli.app, ["retune", "--json", str(run)], catch_exceptions=False)
+    with monkeypatch.context() as alone:
+        alone.setattr(retune, "Recordings", Recordings)
+        done = CliRunner().invoke(cli.app, ["retune", "--json", str(run)], catch_exceptions=False)
     found = json.loads(done.stdout)
     plain = [word for word in WORDS if not word.startswith("checkpointing.budget_gib")]
     again = make_plan(compose.compose_run([*plain, *found["overrides"]]).run)

@@ -194,14 +194,17 @@ def test_a_launch_without_a_known_gpu_keeps_the_recipe_and_says_so() -> None:
     assert "no GPU whose speed is known" in said[0] and "The settings of the recipe stay" in said[0]
 
 
-def test_a_launch_takes_the_fastest_settings_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_takes_the_fastest_settings_of_its_machine(
+    known: Recordings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = [*BASE, "train.micro_batch_size=2", "deepspeed.config=zero2"]
     here = compose.compose_run(args).run
+    monkeypatch.setattr(launch_plan, "Recordings", lambda: known)
     monkeypatch.setattr(launch_plan, "_hardware", lambda cfg, world: here.hardware)
     monkeypatch.setattr(launch_plan, "_command", lambda *_: ["remat", "plan", "hardware.gpu_memory_gib=0.9"])
     said: list[str] = []
     chosen = launch_plan.choose_settings(here, one_rank(), words=args, note=said.append)
-    assert chosen == search.choose(args, here, 1, Recordings())[0].overrides != []
+    assert chosen == search.choose(args, here, 1, known)[0].overrides != []
     assert said[0].startswith(f"strategy=auto: {chosen[0]}, ") and "tokens/s planned; next: " in said[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,12 +129,24 @@ def test_each_point_of_a_curve_can_be_asked_for_by_its_overrides(points: list[sw
     assert again.time.total_s <= 1.01 * middle.planned.time.total_s
 
 
-def test_the_command_prints_a_curve_and_draws_it(tmp_path: Path) -> None:
+def test_the_command_prints_a_curve_and_draws_it(
+    tmp_path: Path, points: list[sweep.Point], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def curve(args: list[str], progress: Callable[[int, int], None]) -> list[sweep.Point]:
+        asked.append(list(args))
+        progress(1, 1)
+        return points
+
+    monkeypatch.setattr(sweep, "curve", curve)
     picture = tmp_path / "curve.png"
-    done = CliRunner().invoke(cli.app, ["plan", "--curve", "--json", "--plot", str(picture), *BASE])
-    assert done.exit_code == 0 and picture.stat().st_size > 10_000
+    done = CliRunner().invoke(cli.app, ["plan", "--curve", "--json", "--plot", str(picture), *CURVE])
+    assert done.exit_code == 0 and picture.stat().st_size > 10_000 and asked == [CURVE]
     found = json.loads(done.stdout)
     assert found[0]["overrides"][0] == budget.CHOICE and found[0]["plan"]["checkpointing_table"]["layers"]
     assert {entry["overrides"][0] for entry in found} >= {f"checkpointing={name}" for name in sweep.NAMED}
+    table = CliRunner().invoke(cli.app, ["plan", "--curve", *CURVE])
+    assert table.exit_code == 0 and "fits, Pareto front" in table.output and asked == [CURVE] * 2
     both = CliRunner().invoke(cli.app, ["plan", "--curve", "--sweep", *BASE])
     assert isinstance(both.exception, ConfigError) and "--sweep and --curve" in str(both.exception)

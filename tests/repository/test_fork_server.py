@@ -105,7 +105,12 @@ def test_forks_do_not_share_random_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("what", "code", "said"),
-    [("7", 7, ""), ("75", 75, ""), ("kill", 247, ""), ("raise", 1, "KeyError: 'nothing there'")],
+    [
+        ("7", 7, ""),
+        pytest.param("75", 75, "", marks=pytest.mark.exhaustive),
+        ("kill", 247, ""),
+        ("raise", 1, "KeyError: 'nothing there'"),
+    ],
 )
 def test_the_first_failure_is_the_exit_code_and_the_others_get_sigterm(
     tmp_path: Path, what: str, code: int, said: str

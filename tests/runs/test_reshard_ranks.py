@@ -78,7 +78,7 @@ def stage(name: str) -> int:
 def launch(workshop: Path, spec: dict[str, list[str]], ranks: int) -> Any:
     file = workshop / "spec.json"
     file.write_text(json.dumps(spec))
-    done = deepspeed(str(file), ranks=ranks, script="tests/support/reshard_runs.py")
+    done = deepspeed("copies", str(file), ranks=ranks, script="tests/support/reshard_runs.py")
     assert done.code == 0, done.out[-6000:]
     return json.loads(file.with_suffix(".done.json").read_text())
 

@@ -81,7 +81,8 @@ def test_the_exit_code_of_a_rank_is_that_of_the_run(tmp_path: Path, who: int, co
 
 
 def test_a_killed_rank_is_named_with_its_memory(tmp_path: Path) -> None:
-    with supervised(tmp_path, *rank(tmp_path, "stop")) as run:
+    """The other ends at its signal: it does not wait for the dead one."""
+    with supervised(tmp_path, *rank(tmp_path, "exit", "1", "0")) as run:
         os.kill(run.ready()[1], signal.SIGKILL)
         ends(run, 128 + signal.SIGKILL)
         said = re.search(r"rank 1 was killed \(SIGKILL\).*peak RSS was \d+\.\d of (\d+\.\d) GiB, \d", run.out)

@@ -254,9 +254,11 @@ def test_a_stopped_run_resumes_bit_equal(workshop: Path) -> None:
     One line is given twice, as of a job that is queued again; the other resume names the run's folder and no option.
     """
     name = "zero3_offload"
-    common = ["save.every=0", "save.at_end=false", "tracking=wandb_offline"]
+    common = ["save.every=0", "save.at_end=false"]
     at_once = {f"{name}_once": words(workshop, f"{name}_once", *common)}
-    first = {f"{name}_twice": words(workshop, f"{name}_twice", *common, "train.stop_at=3")}
+    first = {
+        f"{name}_twice": words(workshop, f"{name}_twice", *common, "tracking=wandb_offline", "train.stop_at=3")
+    }
     second = {}
     # nothing is learned, so that no evaluation is lower than the first
     idle = ["optim.lr=0", "train.steps=9", "train.eval_every=1", "data.eval_fraction=0.1", "save.best=true"]

@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
     from remat.report import console
     from remat.training import build, loop
     from tests.support import recordings
+    from tests.support.pool import leave_groups
 
     recordings.share()
     ops.use_environment_folder()
@@ -75,6 +76,8 @@ def main(argv: list[str]) -> int:
             "weights": distributed.gather(digest(own)),
         }
         parts.engine.destroy()
+        del parts, data, faults, own
+        leave_groups()
     if RANK == 0:
         spec.with_suffix(".done.json").write_text(json.dumps(done))
     distributed.shut_down()

@@ -291,7 +291,7 @@ def launch(
 
 
 def end_others(pids: list[int]) -> None:
-    """SIGTERM to them and all they started, later SIGKILL."""
+    """SIGTERM to them and all they started, later SIGKILL; to those that were stopped at once."""
     import psutil
 
     time.sleep(OTHERS_GO_AFTER_S)
@@ -300,8 +300,8 @@ def end_others(pids: list[int]) -> None:
         process = psutil.Process(pid)
         trees += [*process.children(recursive=True), process]
     for process in trees:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
+        with contextlib.suppress(psutil.NoSuchProcess):  # SIGTERM would not reach one that is stopped
+            (process.kill if process.status() == psutil.STATUS_STOPPED else process.terminate)()
     _, left = psutil.wait_procs(trees, timeout=OTHERS_ARE_KILLED_AFTER_S)
     for process in left:
         process.kill()

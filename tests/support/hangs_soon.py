@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
         return over(self, self._looked_at + (2 * watchdog.POLL_S if fault.exists() else 0.0))
 
     watchdog.Watchdog.over = over_since_the_fault  # type: ignore[method-assign]
-    watchdog.REPORTS_S = 3.0
+    watchdog.BEAT_S, watchdog.LISTEN_S, watchdog.REPORTS_S = 1.0, 0.5, 3.0
     return faulty_runs.main(argv)
 
 

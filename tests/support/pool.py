@@ -9,6 +9,7 @@ GPUs are hidden from the ranks unless a test asks for them: what is held on a CP
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import multiprocessing
@@ -106,19 +107,27 @@ def serve(pipe: Connection, rank: int, size: int, port: int, gpus: bool = False)
     ops.use_environment_folder()
     console.quiet_libraries(debug=False)
     distributed.init()
+    failed = False
     while True:
         try:
             function, kwargs = pipe.recv()
         except EOFError:
             return
-        leave_groups()
+        if failed:
+            leave_groups()
         try:
             pipe.send((None, function(**kwargs)))
+            failed = False
         except BaseException:
             pipe.send((traceback.format_exc(), None))
+            failed = True
         let_engines_go()
         functional.linear = linear  # ZeRO-3 puts its own there for good: later cases would save other tensors
         gc.collect()
+        # After a failure others may still be in a collective of the case, which must not meet a barrier in its place.
+        if not failed:
+            with contextlib.suppress(RuntimeError):  # a rank is gone: the pool closes, or the next case tells
+                leave_groups()
         gc.freeze()  # DeepSpeed keeps much of each engine, and looks for garbage whenever it builds the next
 
 

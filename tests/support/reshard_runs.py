@@ -1,9 +1,10 @@
-"""`reshard_runs.py SPEC.json`: as many_runs, and what a resumed engine holds is saved again before its first step.
+"""`reshard_runs.py [copies] SPEC.json`: as many_runs, and more is told of each run.
 
-That copy lies in FOLDER_OF_THE_RUN/loaded-R-STEP, R being the number of ranks. SPEC.done.json has for each run the
-sample ids of its steps, the rows of its metrics, and of stages what each rank holds (tests/support/stages.py). A run
-whose name ends in "stopped" gets a SIGTERM on its last rank in its second step. With KILL_IN_RESHARD=N in the
-environment, rank 0 kills itself as it is about to read the Nth tensor while it cuts a state.
+With `copies`, what a resumed engine holds is saved again before its first step, in FOLDER_OF_THE_RUN/loaded-R-STEP, R
+being the number of ranks. SPEC.done.json has for each run the sample ids of its steps, the rows of its metrics, and of
+stages what each rank holds (tests/support/stages.py). A run whose name ends in "stopped" gets a SIGTERM on its last
+rank in its second step. With KILL_IN_RESHARD=N in the environment, rank 0 kills itself as it is about to read the Nth
+tensor while it cuts a state.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from remat.saving import save  # noqa: E402
 from remat.saving.state_files import SavedWeights  # noqa: E402
 from remat.training import build, loop  # noqa: E402
 from tests.support import recordings, stages, tiny  # noqa: E402
+from tests.support.pool import leave_groups  # noqa: E402
 
 
 def watch(batches: Any, ids: list[list[int]], stops: bool) -> None:
@@ -75,7 +77,7 @@ def main(argv: list[str]) -> int:
     for name, overrides in json.loads(spec_path.read_text()).items():
         composed = compose.compose_run(overrides)
         parts = build.build(composed)
-        if parts.resumed:
+        if parts.resumed and "copies" in argv:
             step = parts.resumed.progress.step
             folder = parts.folder / f"loaded-{parts.world.size}-{step}"
             save.save(parts.engine, folder, step=step, client_state={}, keep=1)
@@ -86,6 +88,8 @@ def main(argv: list[str]) -> int:
         loop.train(parts)
         parts.engine.destroy()
         done[name] = {"ids": ids, "rows": tiny.rows(parts.folder), "held": distributed.gather(held)}
+        del parts
+        leave_groups()
     if distributed.rank_from_env() == 0:
         spec_path.with_suffix(".done.json").write_text(json.dumps(done))
     distributed.shut_down()

@@ -34,6 +34,7 @@ from remat.saving import manifest  # noqa: E402
 from remat.saving.exports import hf_files  # noqa: E402
 from remat.training import build, loop, saves  # noqa: E402
 from tests.support import recordings  # noqa: E402
+from tests.support.pool import leave_groups  # noqa: E402
 
 FOLDER, RANK = Path(sys.argv[-1]), int(os.environ["RANK"])
 NORM, LONGEST_S = "model.norm.weight", 240.0
@@ -119,7 +120,10 @@ def one(run: dict[str, Any]) -> dict[str, Any]:
     except loop.FAILURES as caught:
         error = str(caught)
     parts.engine.destroy()
-    return {"errors": distributed.gather(error), "seen": distributed.gather(fault.seen)[1]}
+    found = {"errors": distributed.gather(error), "seen": distributed.gather(fault.seen)[1]}
+    del parts
+    leave_groups()
+    return found
 
 
 def main(argv: list[str]) -> int:

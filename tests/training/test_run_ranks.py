@@ -139,7 +139,7 @@ def test_one_rank_looks_where_the_cache_is_shared_and_one_per_node_where_it_is_n
 def test_those_who_wait_hear_of_progress_and_of_failure(pool: RankPool, tmp_path: Path) -> None:
     data = tmp_path / "a.txt"
     data.write_text("words " * 100)
-    _, waited = pool.run(prepare, cache_dir=str(tmp_path / "cache"), data=str(data), nodes=1, slow_s=3.0)
+    _, waited = pool.run(prepare, cache_dir=str(tmp_path / "cache"), data=str(data), nodes=1, slow_s=1.5)
     assert waited["heard"] >= 4, "each is progress for the watchdog"
     _, hung = pool.run(
         prepare, cache_dir=str(tmp_path / "other"), data=str(data), nodes=1, slow_s=3.0, hangs=True
