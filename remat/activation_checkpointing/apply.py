@@ -91,6 +91,7 @@ class Applied:
             weights=self.model.parameters if self.model else tuple,
             ignored=self.offload.storages if self.offload else tuple,
             layers=self.stacks.layers(),
+            counts=self.counts,
             offload=self.offload,
         )
 

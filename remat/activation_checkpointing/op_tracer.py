@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing.mechanisms import operators
-from remat.activation_checkpointing.mechanisms.counters import Scope
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, Scope
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.model.flops import dequantised_bytes, flop_formula, operands
 from remat.model.layers import ROLES
@@ -37,7 +37,8 @@ class OpTracer(operators.Mode):
 
     `device` is where computation happens; host buffers of an offload engine are elsewhere, or, on a CPU, named by
     `ignored` (a function that returns the storages to leave out). `weights` yields the model's parameters, `layers`
-    are those that a policy treats, in the order of their indices. `offload` tells what should have left the device.
+    are those that a policy treats, in the order of their indices, and `counts` what each of them did. `offload` tells
+    what should have left the device.
     """
 
     def __init__(
@@ -48,11 +49,15 @@ class OpTracer(operators.Mode):
         weights: Callable[[], Iterable[torch.Tensor]] = tuple,
         ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
         layers: Sequence[nn.Module] = (),
+        counts: Sequence[LayerCounters] = (),
         offload: HostOffload | None = None,
     ) -> None:
         super().__init__()
         self.calls = Calls(layers)
         self.kept_bytes: dict[int, int] = {}  # per layer, at the end of forward
+        # of each layer's own result, and what its table says that it keeps, same moment: widths of micro-batches differ
+        self.output_bytes: dict[int, int] = {}
+        self.table_bytes: dict[int, int] = {}
         self.pinned_weight_bytes: dict[int, int] = {}  # gathered weights that autograd still holds, same moment
         self.shared_bytes: dict[int, int] = {}  # part of the kept bytes that other layers got as an argument
         self.region_bytes: dict[int, int] = {}  # made in parts of a layer that are recomputed
@@ -69,7 +74,7 @@ class OpTracer(operators.Mode):
         self.choices: dict[int, Choices] = defaultdict(Choices)  # of the routers of each layer
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._scope, self._device = scope, device
+        self._scope, self._device, self._counts = scope, device, counts
         self._weights, self._ignored, self._offload = weights, ignored, offload
         self._backward = False
         # key: (storage, layer, bytes)
@@ -135,6 +140,8 @@ class OpTracer(operators.Mode):
             in_region[layer] += nbytes * (key in self._in_region and not is_shared)
         self.kept_bytes, self.pinned_weight_bytes = dict(kept), dict(pinned)
         self.shared_bytes, self.region_kept_bytes = dict(shared), dict(in_region)
+        self.output_bytes = {index: counts.output_bytes for index, counts in enumerate(self._counts)}
+        self.table_bytes = {index: counts.table_bytes for index, counts in enumerate(self._counts)}
 
     def _count_moved(self, offload: HostOffload) -> None:
         """Count what was moved to the host and is still on the device, without need."""

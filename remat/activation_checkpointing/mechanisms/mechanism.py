@@ -195,6 +195,8 @@ class ObservedLayer:
     decision: LayerDecision
     counts: LayerCounters
     own_bytes: int  # kept by the layer, without what the model hands from it to other layers (shared K/V)
+    output_bytes: int  # of the layer's own result
+    table_bytes: int  # what its table says that it keeps, without its result
     region_bytes: int  # made in parts of the layer that are recomputed
     region_kept_bytes: int  # and still there, though nothing but the part's result should be
     moved_hidden_bytes: int  # hidden states that were moved to the host and did not leave the device
