@@ -3,7 +3,8 @@
 A `Recorder` notes the inputs and outputs of such a layer (or segment of layers) under the run's policy, and the
 gradients of both. When the backward is over, `Recorder.replay` runs the layer once more, with everything kept, on the
 same inputs, random state and output gradients, and compares. It knows nothing of how a policy works, so it finds errors
-that no list of cases foresees. It costs one forward and backward of those layers, once.
+that no list of cases foresees. It costs one forward and backward of those layers, once; where a layer communicates
+with other ranks, or differs, one more.
 """
 
 from __future__ import annotations
@@ -118,6 +119,16 @@ class Draws(operators.Mode):
         """Set the states in reverse order, so that each generator ends with the first of its states."""
         for generator, state in reversed(list(zip(self.generators, states, strict=True))):
             generator.set_state(state)
+
+
+class _Communication(operators.Mode):
+    """Sees whether operations exchange data with other ranks."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= "c10d" in getattr(func, "namespace", "")
+        return func(*args, **(kwargs or {}))
 
 
 class Recorder:
@@ -533,12 +544,13 @@ class Sample:
         self._after = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
         real = self._real(own, once=once)
         try:
-            with self._everything_kept(scope):
+            with self._everything_kept(scope), _Communication() as communication:
                 truth = self._truth(own, once=once)
                 if any(key.startswith(NEXT) for key in truth):
                     real |= self._next(self._left)
                 errors = _errors(real, truth)
-                if errors and not rounded:
+                # ranks that share a layer must run it equally often, whichever of them finds errors
+                if not rounded and (errors or communication.seen):
                     noise = _errors(self._truth(own, once=once), truth)
                     errors = _beyond_noise(errors, noise, MOST_NOISE_EPS * self._eps())
                 if self.decision.tiling is not None:
