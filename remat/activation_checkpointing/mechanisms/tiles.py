@@ -303,19 +303,15 @@ class _Look(operators.Mode):
                 enter = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
                 stack.callback(enter.remove)
                 stack.callback(module.register_forward_hook(partial(self._leave, name)).remove)
-            stack.callback(self._layer.register_forward_pre_hook(self._begin).remove)
-            stack.callback(self._layer.register_forward_hook(self._end).remove)
+            stack.callback(wrap_forward(self._layer, self._run))
             yield
 
-    def _begin(self, *_: Any) -> None:
-        self._hooks = saved_tensors_hooks(self._save, lambda tensor: tensor)
-        self._hooks.__enter__()
-        self.__enter__()
-
-    def _end(self, *_: Any) -> None:
-        self.__exit__(None, None, None)
-        self._hooks.__exit__(None, None, None)
-        self._alive.clear()
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            with saved_tensors_hooks(self._save, lambda tensor: tensor), self:
+                return forward(*args, **kwargs)
+        finally:
+            self._alive.clear()
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         plain = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
