@@ -135,6 +135,25 @@ class KeywordTensor(Model):
         return hidden
 
 
+class CallsAPartial(Model):
+    """Its layers are given a function with a list and a tensor bound to it, and write to the list."""
+
+    class layer(Layer):
+        def forward(self, hidden_states: torch.Tensor, *, scaled: Any = None, **_: Any) -> torch.Tensor:
+            return super().forward(scaled(hidden_states))
+
+    @staticmethod
+    def scale(earlier: list[torch.Tensor], hidden: torch.Tensor, *, by: torch.Tensor) -> torch.Tensor:
+        earlier.append(hidden.mean())
+        return hidden * by * sum(earlier).sigmoid()
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        scaled = partial(self.scale, [hidden.sum()], by=self.embedding.weight.std())
+        for layer in self.layers:
+            hidden = layer(hidden, scaled=scaled)
+        return hidden
+
+
 class Dictionaries(Model):
     class layer(Layer):
         def forward(self, hidden_states: torch.Tensor, **_: Any) -> Any:
@@ -383,6 +402,8 @@ CARRIED = [
     (CutsTheGradient, FULL),
     (CutsTheGradient, CheckpointingConfig(policy=Policy.none, layers={"2": Policy.uniform}, reentrant=True)),
     (StartsWithoutGradient, REENTRANT),
+    (CallsAPartial, FULL),
+    (CallsAPartial, OFFLOADED),
     (CollectsInputs, FULL),
 ]
 
