@@ -772,7 +772,10 @@ class Sample:
 
 
 def _kind(decision: LayerDecision, layers: Sequence[nn.Module], given: Mapping[str, Any]) -> Any:
-    """Return the key of a region's kind: regions of one kind have equal modules, policies and types of arguments."""
+    """Return the key of a region's kind.
+
+    Regions of one kind have equal modules, policies, tables and types of arguments.
+    """
     modules = [
         (name, type(module), sorted((k, v) for k, v in vars(module).items() if isinstance(v, (bool, str))))
         for layer in layers
@@ -785,7 +788,7 @@ def _kind(decision: LayerDecision, layers: Sequence[nn.Module], given: Mapping[s
     ]
     arguments = [(name, type(value), carry_gradient(value)) for name, value in given.items()]
     how = (decision.policy, decision.mechanism, decision.reentrant, decision.offload, decision.tiling)
-    return repr((how, modules, weights, arguments))
+    return decision.table, repr((how, modules, weights, arguments))
 
 
 def _errors(found: Quantities, truth: Quantities) -> dict[str, float]:
