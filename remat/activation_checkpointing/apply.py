@@ -84,7 +84,7 @@ class Applied:
             ) from error
 
     def watch(self, device: torch.device) -> OpTracer:
-        """Return the context that traces bytes and FLOPs per layer; for the first micro-batch of a run."""
+        """Return the context that traces bytes and FLOPs per layer."""
         return OpTracer(
             self.scope,
             device,

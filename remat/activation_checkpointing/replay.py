@@ -259,7 +259,10 @@ class Recorder:
         ]
 
     def _cut(self) -> list[str]:
-        """Find reentrant regions that gradients enter and none leaves: regions below would get zeros instead."""
+        """Find reentrant regions that gradients enter and none leaves: regions below would get zeros instead.
+
+        The first has no layer below it to get zeros.
+        """
         cut = [entry for entry in self._entries[1:] if entry.reached and not entry.handed]
         layers = [entry.decision.first for entry in cut if entry.node is not None]
         if not layers:
@@ -302,7 +305,10 @@ class _Deferred:
             self._segments.append((decision, *calls, torch._C._autograd._get_sequence_nr()))  # type: ignore[arg-type]
 
     def look(self, nodes: dict[int, Any], users: dict[tuple[int, int], set[int]]) -> None:
-        """Find reordered segments in the graph's `nodes` and the `users` of each output. Two users have no order."""
+        """Find reordered segments in the graph's `nodes` and the `users` of each output.
+
+        The sum of two gradients is the same in either order, so only outputs with more users count.
+        """
         for numbers in (
             [nodes[key]._sequence_nr() for key in keys] for keys in users.values() if len(keys) > 2
         ):

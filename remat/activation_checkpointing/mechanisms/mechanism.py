@@ -57,7 +57,8 @@ class Mechanism:
 
     treat: returns the function that runs in the place of the layer's forward.
     is_reentrant(cfg, layers, segments): whether `layers` layers that are recomputed together use the reentrant variant;
-        `segments`: segments use it if the options leave it open. None: there is no such variant.
+        `segments`: whether layers recomputed together are reentrant when the options do not say. None: there is no
+        such variant.
     refuse: tells what cannot work, before a weight is read.
     needs: the parts that a layer must have.
     unmet: tells what the mechanism promised for its layers and the first step did not do.
