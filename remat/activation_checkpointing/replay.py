@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ from remat.activation_checkpointing.mechanisms.arguments import (
     name_arguments,
     rebuild,
     replace_changes,
+    tell_of_gradient,
 )
 from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.mechanisms.discard_output import autocast_of_now
@@ -162,7 +163,7 @@ class Recorder:
             return
         if decision.reentrant and index == decision.first and isinstance(args[0], torch.Tensor):
             self._entries.append(_Entry(decision, args[0].grad_fn, args[0].output_nr))
-            _tell(args[0], partial(setattr, self._entries[-1], "handed"))
+            tell_of_gradient(args[0], partial(setattr, self._entries[-1], "handed", True))
         self._deferred.note(decision, index)
         with _disable_current_modes():
             if index == decision.first and decision.first not in self._samples:
@@ -192,7 +193,7 @@ class Recorder:
         self._deferred.end(decision, index)
         if decision.reentrant and index == decision.last and self._entries:
             entry = self._entries[-1]
-            _tell(output, partial(setattr, entry, "reached"))
+            tell_of_gradient(output, partial(setattr, entry, "reached", True))
             entry.inside = _reach([tensor for _, tensor in find_tensors(output)], {id(entry.node)})
         if index == decision.last and decision.first in self._open:
             self._open.discard(decision.first)
@@ -867,13 +868,6 @@ def _digest(gradient: torch.Tensor) -> Digest:
     words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     norm = torch.linalg.vector_norm(flat, dtype=torch.float32).item()
     return Digest(norm, (int(words.sum(dtype=torch.int64)), int(torch.hash_tensor(flat).view(torch.int64))))
-
-
-def _tell(value: Any, tell: Callable[[bool], None]) -> None:
-    """Call `tell(True)` when a gradient comes to a tensor in `value`."""
-    for _, tensor in find_tensors(value):
-        if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: None if gradient is None else tell(True))
 
 
 def _note_gradient(noted: _Input | _Output, gradient: torch.Tensor | None) -> None:
