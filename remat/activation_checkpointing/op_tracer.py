@@ -10,7 +10,7 @@ import gc
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,15 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing.mechanisms import operators
+from remat.activation_checkpointing.mechanisms.arguments import find_tensors
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters, Scope
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
 from remat.model.flops import dequantised_bytes, flop_formula, operands
 from remat.model.layers import ROLES
 
-DEEPEST = 4  # nested containers of the model's own classes that are searched
 GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
 OUTSIDE = -1  # embeddings, the output layer, the loss
 Phase = str  # "forward", "recompute", "backward"
@@ -257,7 +256,7 @@ class Choices:
     changed: int = 0
 
     def note(self, result: Any, *, again: bool) -> None:
-        chosen = [t for t in tensors_in(result) if not (t.is_meta or t.is_floating_point())]
+        chosen = [t for _, t in find_tensors(result) if not (t.is_meta or t.is_floating_point())]
         found = b"".join(t.cpu().numpy().tobytes() for t in chosen)
         if again:
             self.made_again += 1
@@ -312,8 +311,8 @@ class Calls:
     def _given_to(self, index: int) -> Any:
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             # transformers' layers take the hidden state first, or by this name
-            hidden = next(tensors_in(args[0] if args else kwargs.get("hidden_states")), None)
-            for tensor in tensors_in((args, kwargs)):
+            _, hidden = next(find_tensors(args[0] if args else kwargs.get("hidden_states")), ("", None))
+            for _, tensor in find_tensors((*args, *kwargs.values())):
                 where = self._hidden if tensor is hidden else self._beside
                 where[self._storage(tensor)].add(index)
 
@@ -327,7 +326,7 @@ class Calls:
         return note
 
     def _take(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._outputs |= {self._storage(tensor) for tensor in tensors_in(output)}
+        self._outputs |= {self._storage(tensor) for _, tensor in find_tensors(output)}
 
     def _storage(self, tensor: torch.Tensor) -> int:
         key = operators.storage(tensor)
@@ -340,17 +339,3 @@ def _free(tracer: weakref.ref[OpTracer], key: int) -> None:
     """Note the end of a storage, which may outlive the tracer: a reference to it would keep the model."""
     if (living := tracer()) is not None:
         living._free(key)
-
-
-def tensors_in(tree: Any, depth: int = DEEPEST) -> Iterator[torch.Tensor]:
-    """Yield all tensors in `tree`, also those in objects of a model's own classes (a cache, say)."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif (
-            depth
-            and hasattr(leaf, "__dict__")
-            and not isinstance(leaf, (nn.Module, type))
-            and not callable(leaf)
-        ):
-            yield from tensors_in(vars(leaf), depth - 1)
