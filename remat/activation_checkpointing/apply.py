@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -160,7 +161,11 @@ def apply(
             if decisions[index].mechanism == budget.MECHANISM
         }
         for index, layer in enumerate(layers):
-            _hook(layer, _treat(applied, setup, index, layer), applied.cleanup)
+            run = _treat(applied, setup, index, layer)
+            hook = mock.patch.multiple(
+                layer, create=True, gradient_checkpointing=True, _gradient_checkpointing_func=run
+            )
+            applied.cleanup.enter_context(hook)
             tiles.slice_mlp(Site(index, layer, setup, offload=None))
         applied.before_micro_batch, applied.shared = setup.before_micro_batch, setup.shared
         if any(decision.reentrant for decision in decisions):
@@ -259,21 +264,6 @@ def refuse_second_call(counts: LayerCounters, layer: str) -> None:
             f"checkpointing: {layer} runs several times in one forward, and the reentrant variant would hand over the "
             "gradient of its weights in parts; use checkpointing=full checkpointing.reentrant=false"
         )
-
-
-def _hook(layer: nn.Module, run: LayerForward, cleanup: ExitStack) -> None:
-    before = layer.__dict__.get("gradient_checkpointing"), layer.__dict__.get("_gradient_checkpointing_func")
-    layer.gradient_checkpointing = True  # type: ignore[assignment]
-    layer._gradient_checkpointing_func = run  # type: ignore[assignment]
-
-    def undo() -> None:
-        for name, value in zip(("gradient_checkpointing", "_gradient_checkpointing_func"), before, strict=True):
-            if value is None:
-                delattr(layer, name)
-            else:
-                setattr(layer, name, value)
-
-    cleanup.callback(undo)
 
 
 def _let_embeddings_carry_gradient(model: nn.Module, cleanup: ExitStack) -> None:

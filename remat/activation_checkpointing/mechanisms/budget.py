@@ -353,13 +353,12 @@ class LayerRunner:
         if not self.gathers or self._is_there(module):
             return rest()
         pending = module.__dict__.get("ds_grads_remaining")
-        undo = wrap_forward(module, lambda *_: rest())
         self._open.add(module)
         try:
-            module()
+            with wrap_forward(module, lambda *_: rest()):
+                module()
         finally:
             self._open.discard(module)
-            undo()
             # the hook before a forward makes it 0, and the module would never be released
             if pending is not None:
                 module.ds_grads_remaining = pending

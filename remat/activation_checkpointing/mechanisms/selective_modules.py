@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -51,7 +52,7 @@ def _treat(site: Site) -> LayerForward:
     cleanup = site.setup.cleanup
     for name, module in whole:
         in_it = [role for role, several in found.items() if _any_inside(several, name)]
-        cleanup.callback(wrap_forward(module, _region_of(site, module, name, in_it)))
+        cleanup.enter_context(wrap_forward(module, _region_of(site, module, name, in_it)))
     for name, module in core:
         if not any(_any_inside([(name, module)], outer) for outer, _ in whole):
             region = _region_of(site, nn.Module(), name, [layers.CORE_ATTENTION])  # no Linear inside
@@ -129,23 +130,10 @@ def _run(site: Site, recompute: Recompute, fn: Region, args: Any, kwargs: Any) -
     return output
 
 
-def wrap_forward(module: nn.Module, region: Callable[[Region, Any, Any], Any]) -> Callable[[], None]:
-    """Wrap the instance's `forward`: hooks stay outside, names and classes stay the same. Returns the undo."""
-    before = module.__dict__.get("forward")
+def wrap_forward(module: nn.Module, region: Callable[[Region, Any, Any], Any]) -> AbstractContextManager[Any]:
+    """Return a context in which the instance's `forward` is wrapped: hooks stay outside, names and classes the same."""
     forward = module.forward
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return region(forward, args, kwargs)
-
-    module.forward = wrapped
-
-    def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    return undo
+    return mock.patch.object(module, "forward", lambda *args, **kwargs: region(forward, args, kwargs))
 
 
 class _Name(str):

@@ -43,8 +43,8 @@ def slice_mlp(site: Site) -> None:
     sliced = _SlicedMlp(site, mlp, tiling.count, *(norm and norm.forward for norm in norms))
     for norm in norms:
         if norm is not None:  # in the layer it returns its input: the sliced MLP does its work
-            setup.cleanup.callback(wrap_forward(norm, sliced.pass_on))
-    setup.cleanup.callback(wrap_forward(mlp, sliced.run))
+            setup.cleanup.enter_context(wrap_forward(norm, sliced.pass_on))
+    setup.cleanup.enter_context(wrap_forward(mlp, sliced.run))
     if setup.zero_stage == 3:
         setup.cleanup.callback(_gather_together(mlp, [norm for norm in norms if norm is not None]))
 
@@ -303,7 +303,7 @@ class _Look(operators.Mode):
                 enter = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
                 stack.callback(enter.remove)
                 stack.callback(module.register_forward_hook(partial(self._leave, name)).remove)
-            stack.callback(wrap_forward(self._layer, self._run))
+            stack.enter_context(wrap_forward(self._layer, self._run))
             yield
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
