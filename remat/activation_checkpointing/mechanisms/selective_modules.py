@@ -30,7 +30,7 @@ from remat.activation_checkpointing.mechanisms.mechanism import (
     run_as_it_is,
     spans,
 )
-from remat.activation_checkpointing.mechanisms.recompute import Lifted, Recompute, skip_last_matmul
+from remat.activation_checkpointing.mechanisms.recompute import Recompute, lift, skip_last_matmul
 from remat.config.options import CheckpointingConfig
 from remat.config.units import MIB
 from remat.model import layers
@@ -124,8 +124,8 @@ def _run(site: Site, recompute: Recompute, fn: Region, args: Any, kwargs: Any) -
         with noted, one_run(index, counts, scope, earlier):
             yield
 
-    lifted = Lifted(Replayable(partial(fn, **kwargs), around), args)
-    output = recompute(lifted, *lifted.take())
+    run, tensors = lift(Replayable(partial(fn, **kwargs), around), args)
+    output = recompute(run, *tensors)
     counts.expected += tell_of_gradient(output, counts.is_reached)
     return output
 
