@@ -23,7 +23,7 @@ from remat.activation_checkpointing.mechanisms import operators
 from remat.activation_checkpointing.mechanisms.arguments import find_tensors
 from remat.activation_checkpointing.mechanisms.counters import LayerCounters, Scope
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
-from remat.model.flops import dequantised_bytes, flop_formula, operands
+from remat.model.flops import Mode, dequantised_bytes, flop_formula, operands
 from remat.model.layers import ROLES
 
 GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
@@ -31,7 +31,7 @@ OUTSIDE = -1  # embeddings, the output layer, the loss
 Phase = str  # "forward", "recompute", "backward"
 
 
-class OpTracer(operators.Mode):
+class OpTracer(Mode):
     """`with OpTracer(scope, device) as tracer: forward; tracer.forward_done(); backward`.
 
     `device` is where computation happens; host buffers of an offload engine are elsewhere, or, on a CPU, named by

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.activation_checkpointing.mechanisms import operators
 from remat.activation_checkpointing.mechanisms.arguments import (
     Alias,
     Replayable,
@@ -41,6 +40,7 @@ from remat.activation_checkpointing.mechanisms.discard_output import autocast_of
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, spans
 from remat.config.units import MIB
 from remat.machine import rng
+from remat.model.flops import Mode
 
 DRAWS_AFTER_SAVE = {torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_}
 LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (a mask) is not copied
@@ -90,7 +90,7 @@ class Replayed:
         )
 
 
-class Draws(operators.Mode):
+class Draws(Mode):
     """Records every draw of a layer from generators of its own, with the generator's state before the draw.
 
     A generator comes in a new wrapper at every draw, so equal generators cannot be recognised.
@@ -122,7 +122,7 @@ class Draws(operators.Mode):
             generator.set_state(state)
 
 
-class _Communication(operators.Mode):
+class _Communication(Mode):
     """Sees whether operations exchange data with other ranks."""
 
     seen = False

@@ -26,7 +26,7 @@ from remat.activation_checkpointing.mechanisms.recompute import Recompute, skip_
 from remat.activation_checkpointing.mechanisms.selective_modules import wrap_forward
 from remat.config.options import ConfigError
 from remat.model import layers
-from remat.model.flops import operands
+from remat.model.flops import Mode, operands
 
 OPTION = "checkpointing.tiles"
 OFF = "set checkpointing.tiles=1, or give such layers the policy none with checkpointing.layers"
@@ -280,7 +280,7 @@ def _problem(layer: nn.Module) -> str:
     return ""
 
 
-class _Look(operators.Mode):
+class _Look(Mode):
     """Watches one forward of a layer: what its MLP is given, who else uses that, and what comes after."""
 
     def __init__(self, layer: nn.Module) -> None:
