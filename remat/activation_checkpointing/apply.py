@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -216,14 +216,13 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
     @contextmanager
     def around(earlier: int, values: Callable[[], dict[str, Any]]) -> Iterator[None]:
         """Wrap one run of the layer, its first or a later one."""
-        recorder = applied.recorder
-        noted: AbstractContextManager[None] = nullcontext()
-        if recorder is not None:
-            noted = recorder.later_run(index) if earlier else recorder.first_run(index)
-        guard: AbstractContextManager[None] = nullcontext()
-        if not earlier and decision.mechanism.runs_layer_again:
-            guard = refuse_what_is_lost(values(), site.name, reentrant=decision.reentrant)
-        with noted, one_run(index, counts, scope, earlier), guard:
+        with ExitStack() as entered:
+            if not earlier and applied.recorder is not None:
+                entered.enter_context(applied.recorder.first_run(index))
+            entered.enter_context(one_run(index, counts, scope, earlier))
+            if not earlier and decision.mechanism.runs_layer_again:
+                guard = refuse_what_is_lost(values(), site.name, reentrant=decision.reentrant)
+                entered.enter_context(guard)
             yield
 
     def run(layer_forward: LayerForward, *args: Any) -> Any:

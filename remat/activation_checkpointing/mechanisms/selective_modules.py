@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -118,11 +118,8 @@ def _run(site: Site, recompute: Recompute, fn: Region, args: Any, kwargs: Any) -
     if scope.keeping or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
 
-    @contextmanager
-    def around(earlier: int, _: Any) -> Iterator[None]:
-        noted = scope.later_run(index) if earlier else nullcontext()
-        with noted, one_run(index, counts, scope, earlier):
-            yield
+    def around(earlier: int, _: Any) -> AbstractContextManager[None]:
+        return one_run(index, counts, scope, earlier)
 
     run, tensors = lift(Replayable(partial(fn, **kwargs), around), args)
     output = recompute(run, *tensors)
