@@ -358,7 +358,8 @@ def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> lis
 
 
 def _needs(cfg: CheckpointingConfig) -> list[Need]:
-    return [Need(layers.find_modules, role, "checkpointing.discard_modules") for role in cfg.discard_modules]
+    option = "checkpointing.discard_modules"
+    return [partial(layers.find_modules, role=role, option=option) for role in cfg.discard_modules]
 
 
 def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:

@@ -23,6 +23,9 @@ from remat.model.layers import Modules
 
 SLACK_BYTES = MIB  # small things a layer may keep beside its output: masks, random states, routing indices
 LayerForward = Callable[..., Any]  # fn(call, *args) -> the layer's output
+Need = Callable[
+    [nn.Module], Modules
+]  # finds a part that every layer must have; raises ConfigError where it is missing
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,6 @@ class Setting:
     stacks: Sequence[int] = ()  # layers of each stack of the model, where there are several
     layerdrop: str = ""  # the field by which the model skips layers at random, with its value
     one_width: bool = True  # every micro-batch has train.seq_len positions a row
-
-
-@dataclass(frozen=True)
-class Need:
-    """A part that every layer must have: what finds it (and raises ConfigError), its name, the option that asks."""
-
-    find: Callable[[nn.Module, str, str], Modules]
-    name: str
-    option: str
 
 
 @dataclass(frozen=True)

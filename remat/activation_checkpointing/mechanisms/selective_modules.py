@@ -207,7 +207,7 @@ def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> lis
 
 
 def _needs(cfg: CheckpointingConfig) -> list[Need]:
-    return [Need(layers.find_modules, role, OPTION) for role in cfg.recompute_modules]
+    return [partial(layers.find_modules, role=role) for role in cfg.recompute_modules]
 
 
 def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:

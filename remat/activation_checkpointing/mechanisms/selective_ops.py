@@ -432,7 +432,7 @@ def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> lis
 
 
 def _needs(cfg: CheckpointingConfig) -> list[Need]:
-    return [Need(layers.find_linears, name, LINEARS_OPTION) for name in cfg.selective_ops.save_linears]
+    return [partial(layers.find_linears, name=name) for name in cfg.selective_ops.save_linears]
 
 
 def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
