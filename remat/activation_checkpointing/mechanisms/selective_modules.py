@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -133,13 +132,6 @@ def wrap_forward(module: nn.Module, region: Callable[[Region, Any, Any], Any]) -
     return mock.patch.object(module, "forward", lambda *args, **kwargs: region(forward, args, kwargs))
 
 
-class _Name(str):
-    """A string that reads as the implementation's name, but is a key of its own in the registry."""
-
-    def __hash__(self) -> int:
-        return id(self)
-
-
 def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], Any]) -> Callable[[], None]:
     """Give this one module a copy of its config whose attention is a registered wrapper around the real one.
 
@@ -147,7 +139,7 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
     not, flash or not) must get the true answer, and so must the real function: it runs with the original config.
     """
     config = attention.config
-    name = _Name(config._attn_implementation)
+    name = layers.KernelName(config._attn_implementation)
     own_file = inspect.unwrap(type(attention).forward).__globals__
     registry = own_file["ALL_ATTENTION_FUNCTIONS"]  # some models have one of their own
     interface = registry.get_interface(config._attn_implementation, own_file.get("eager_attention_forward"))
@@ -162,11 +154,8 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
     def wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
         return region(partial(original, module), args, kwargs)
 
-    own = copy.copy(config)
-    # the property would also rename sub-configs, which are shared
-    own.__dict__["_attn_implementation_internal"] = name
     registry[name] = wrapped
-    attention.config = own
+    attention.config = layers.with_kernel(config, name)
 
     def undo() -> None:
         attention.config = config
