@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -84,13 +85,14 @@ class Applied:
             ) from error
 
     def watch(self, device: torch.device) -> OpTracer:
-        """Return the context that traces bytes and FLOPs per layer; for the first micro-batch of a run."""
+        """Return the context that traces bytes and FLOPs per layer."""
         return OpTracer(
             self.scope,
             device,
             weights=self.model.parameters if self.model else tuple,
             ignored=self.offload.storages if self.offload else tuple,
             layers=self.stacks.layers(),
+            counts=self.counts,
             offload=self.offload,
         )
 
@@ -159,7 +161,11 @@ def apply(
             if decisions[index].mechanism == budget.MECHANISM
         }
         for index, layer in enumerate(layers):
-            _hook(layer, _treat(applied, setup, index, layer), applied.cleanup)
+            run = _treat(applied, setup, index, layer)
+            hook = mock.patch.multiple(
+                layer, create=True, gradient_checkpointing=True, _gradient_checkpointing_func=run
+            )
+            applied.cleanup.enter_context(hook)
             tiles.slice_mlp(Site(index, layer, setup, offload=None))
         applied.before_micro_batch, applied.shared = setup.before_micro_batch, setup.shared
         if any(decision.reentrant for decision in decisions):
@@ -210,14 +216,13 @@ def _treat(applied: Applied, setup: Setup, index: int, layer: nn.Module) -> Laye
     @contextmanager
     def around(earlier: int, values: Callable[[], dict[str, Any]]) -> Iterator[None]:
         """Wrap one run of the layer, its first or a later one."""
-        recorder = applied.recorder
-        noted: AbstractContextManager[None] = nullcontext()
-        if recorder is not None:
-            noted = recorder.later_run(index) if earlier else recorder.first_run(index)
-        guard: AbstractContextManager[None] = nullcontext()
-        if not earlier and decision.mechanism.runs_layer_again:
-            guard = refuse_what_is_lost(values(), site.name, reentrant=decision.reentrant)
-        with noted, one_run(index, counts, scope, earlier), guard:
+        with ExitStack() as entered:
+            if not earlier and applied.recorder is not None:
+                entered.enter_context(applied.recorder.first_run(index))
+            entered.enter_context(one_run(index, counts, scope, earlier))
+            if not earlier and decision.mechanism.runs_layer_again:
+                guard = refuse_what_is_lost(values(), site.name, reentrant=decision.reentrant)
+                entered.enter_context(guard)
             yield
 
     def run(layer_forward: LayerForward, *args: Any) -> Any:
@@ -258,21 +263,6 @@ def refuse_second_call(counts: LayerCounters, layer: str) -> None:
             f"checkpointing: {layer} runs several times in one forward, and the reentrant variant would hand over the "
             "gradient of its weights in parts; use checkpointing=full checkpointing.reentrant=false"
         )
-
-
-def _hook(layer: nn.Module, run: LayerForward, cleanup: ExitStack) -> None:
-    before = layer.__dict__.get("gradient_checkpointing"), layer.__dict__.get("_gradient_checkpointing_func")
-    layer.gradient_checkpointing = True  # type: ignore[assignment]
-    layer._gradient_checkpointing_func = run  # type: ignore[assignment]
-
-    def undo() -> None:
-        for name, value in zip(("gradient_checkpointing", "_gradient_checkpointing_func"), before, strict=True):
-            if value is None:
-                delattr(layer, name)
-            else:
-                setattr(layer, name, value)
-
-    cleanup.callback(undo)
 
 
 def _let_embeddings_carry_gradient(model: nn.Module, cleanup: ExitStack) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class CompiledLayers:
             callback.on_compile_end(self._end)
         compiled = torch.compile(forward, fullgraph=True, options=OPTIONS)
 
+        @wraps(forward)  # its signature names arguments in messages
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
                 return compiled(*args, **kwargs)

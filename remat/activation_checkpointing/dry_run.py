@@ -25,7 +25,8 @@ from remat.config.options import CheckpointingConfig, ConfigError
 Around = Callable[[], AbstractContextManager[Any]]
 TOKENS = 8
 META = torch.device("meta")
-# What is sliced in each layer, by model without storage and layers: a search for settings asks hundreds of times.
+# What is sliced in each layer: by model (which has no storage), then by the layers that are to be sliced. A search for
+# settings asks hundreds of times.
 LOOKED_AT: WeakKeyDictionary[Any, dict[tuple[int, ...], list[Tiling | None]]] = WeakKeyDictionary()
 REMEDY = "use checkpointing=full checkpointing.reentrant=false"
 

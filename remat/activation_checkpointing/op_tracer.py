@@ -10,7 +10,7 @@ import gc
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,26 +18,26 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from remat.activation_checkpointing.mechanisms import operators
-from remat.activation_checkpointing.mechanisms.counters import Scope
+from remat.activation_checkpointing.mechanisms.arguments import find_tensors
+from remat.activation_checkpointing.mechanisms.counters import LayerCounters, Scope
 from remat.activation_checkpointing.mechanisms.offload import HostOffload
-from remat.model.flops import dequantised_bytes, flop_formula, operands
+from remat.model.flops import Mode, dequantised_bytes, flop_formula, operands
 from remat.model.layers import ROLES
 
-DEEPEST = 4  # nested containers of the model's own classes that are searched
 GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
 OUTSIDE = -1  # embeddings, the output layer, the loss
 Phase = str  # "forward", "recompute", "backward"
 
 
-class OpTracer(operators.Mode):
+class OpTracer(Mode):
     """`with OpTracer(scope, device) as tracer: forward; tracer.forward_done(); backward`.
 
     `device` is where computation happens; host buffers of an offload engine are elsewhere, or, on a CPU, named by
     `ignored` (a function that returns the storages to leave out). `weights` yields the model's parameters, `layers`
-    are those that a policy treats, in the order of their indices. `offload` tells what should have left the device.
+    are those that a policy treats, in the order of their indices, and `counts` what each of them did. `offload` tells
+    what should have left the device.
     """
 
     def __init__(
@@ -48,11 +48,15 @@ class OpTracer(operators.Mode):
         weights: Callable[[], Iterable[torch.Tensor]] = tuple,
         ignored: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
         layers: Sequence[nn.Module] = (),
+        counts: Sequence[LayerCounters] = (),
         offload: HostOffload | None = None,
     ) -> None:
         super().__init__()
         self.calls = Calls(layers)
         self.kept_bytes: dict[int, int] = {}  # per layer, at the end of forward
+        # of each layer's own result, and what its table says that it keeps, same moment: widths of micro-batches differ
+        self.output_bytes: dict[int, int] = {}
+        self.table_bytes: dict[int, int] = {}
         self.pinned_weight_bytes: dict[int, int] = {}  # gathered weights that autograd still holds, same moment
         self.shared_bytes: dict[int, int] = {}  # part of the kept bytes that other layers got as an argument
         self.region_bytes: dict[int, int] = {}  # made in parts of a layer that are recomputed
@@ -69,7 +73,7 @@ class OpTracer(operators.Mode):
         self.choices: dict[int, Choices] = defaultdict(Choices)  # of the routers of each layer
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._scope, self._device = scope, device
+        self._scope, self._device, self._counts = scope, device, counts
         self._weights, self._ignored, self._offload = weights, ignored, offload
         self._backward = False
         # key: (storage, layer, bytes)
@@ -135,6 +139,8 @@ class OpTracer(operators.Mode):
             in_region[layer] += nbytes * (key in self._in_region and not is_shared)
         self.kept_bytes, self.pinned_weight_bytes = dict(kept), dict(pinned)
         self.shared_bytes, self.region_kept_bytes = dict(shared), dict(in_region)
+        self.output_bytes = {index: counts.output_bytes for index, counts in enumerate(self._counts)}
+        self.table_bytes = {index: counts.table_bytes for index, counts in enumerate(self._counts)}
 
     def _count_moved(self, offload: HostOffload) -> None:
         """Count what was moved to the host and is still on the device, without need."""
@@ -250,7 +256,7 @@ class Choices:
     changed: int = 0
 
     def note(self, result: Any, *, again: bool) -> None:
-        chosen = [t for t in tensors_in(result) if not (t.is_meta or t.is_floating_point())]
+        chosen = [t for _, t in find_tensors(result) if not (t.is_meta or t.is_floating_point())]
         found = b"".join(t.cpu().numpy().tobytes() for t in chosen)
         if again:
             self.made_again += 1
@@ -305,8 +311,8 @@ class Calls:
     def _given_to(self, index: int) -> Any:
         def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             # transformers' layers take the hidden state first, or by this name
-            hidden = next(tensors_in(args[0] if args else kwargs.get("hidden_states")), None)
-            for tensor in tensors_in((args, kwargs)):
+            _, hidden = next(find_tensors(args[0] if args else kwargs.get("hidden_states")), ("", None))
+            for _, tensor in find_tensors((*args, *kwargs.values())):
                 where = self._hidden if tensor is hidden else self._beside
                 where[self._storage(tensor)].add(index)
 
@@ -320,7 +326,7 @@ class Calls:
         return note
 
     def _take(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._outputs |= {self._storage(tensor) for tensor in tensors_in(output)}
+        self._outputs |= {self._storage(tensor) for _, tensor in find_tensors(output)}
 
     def _storage(self, tensor: torch.Tensor) -> int:
         key = operators.storage(tensor)
@@ -333,17 +339,3 @@ def _free(tracer: weakref.ref[OpTracer], key: int) -> None:
     """Note the end of a storage, which may outlive the tracer: a reference to it would keep the model."""
     if (living := tracer()) is not None:
         living._free(key)
-
-
-def tensors_in(tree: Any, depth: int = DEEPEST) -> Iterator[torch.Tensor]:
-    """Yield all tensors in `tree`, also those in objects of a model's own classes (a cache, say)."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif (
-            depth
-            and hasattr(leaf, "__dict__")
-            and not isinstance(leaf, (nn.Module, type))
-            and not callable(leaf)
-        ):
-            yield from tensors_in(vars(leaf), depth - 1)

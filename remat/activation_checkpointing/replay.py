@@ -3,7 +3,8 @@
 A `Recorder` notes the inputs and outputs of such a layer (or segment of layers) under the run's policy, and the
 gradients of both. When the backward is over, `Recorder.replay` runs the layer once more, with everything kept, on the
 same inputs, random state and output gradients, and compares. It knows nothing of how a policy works, so it finds errors
-that no list of cases foresees. It costs one forward and backward of those layers, once.
+that no list of cases foresees. It costs one forward and backward of those layers, once; where a layer communicates
+with other ranks, or differs, one more.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.activation_checkpointing.mechanisms import operators
 from remat.activation_checkpointing.mechanisms.arguments import (
     Alias,
     Replayable,
@@ -33,12 +33,14 @@ from remat.activation_checkpointing.mechanisms.arguments import (
     name_arguments,
     rebuild,
     replace_changes,
+    tell_of_gradient,
 )
 from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.activation_checkpointing.mechanisms.discard_output import autocast_of_now
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, LayerDecision, spans
 from remat.config.units import MIB
 from remat.machine import rng
+from remat.model.flops import Mode
 
 DRAWS_AFTER_SAVE = {torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_}
 LARGEST_COPY_BYTES = 16 << 20  # of an argument without gradient; a larger one (a mask) is not copied
@@ -88,7 +90,7 @@ class Replayed:
         )
 
 
-class Draws(operators.Mode):
+class Draws(Mode):
     """Records every draw of a layer from generators of its own, with the generator's state before the draw.
 
     A generator comes in a new wrapper at every draw, so equal generators cannot be recognised.
@@ -118,6 +120,16 @@ class Draws(operators.Mode):
         """Set the states in reverse order, so that each generator ends with the first of its states."""
         for generator, state in reversed(list(zip(self.generators, states, strict=True))):
             generator.set_state(state)
+
+
+class _Communication(Mode):
+    """Sees whether operations exchange data with other ranks."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= "c10d" in getattr(func, "namespace", "")
+        return func(*args, **(kwargs or {}))
 
 
 class Recorder:
@@ -151,7 +163,7 @@ class Recorder:
             return
         if decision.reentrant and index == decision.first and isinstance(args[0], torch.Tensor):
             self._entries.append(_Entry(decision, args[0].grad_fn, args[0].output_nr))
-            _tell(args[0], partial(setattr, self._entries[-1], "handed"))
+            tell_of_gradient(args[0], partial(setattr, self._entries[-1], "handed", True))
         self._deferred.note(decision, index)
         with _disable_current_modes():
             if index == decision.first and decision.first not in self._samples:
@@ -181,7 +193,7 @@ class Recorder:
         self._deferred.end(decision, index)
         if decision.reentrant and index == decision.last and self._entries:
             entry = self._entries[-1]
-            _tell(output, partial(setattr, entry, "reached"))
+            tell_of_gradient(output, partial(setattr, entry, "reached", True))
             entry.inside = _reach([tensor for _, tensor in find_tensors(output)], {id(entry.node)})
         if index == decision.last and decision.first in self._open:
             self._open.discard(decision.first)
@@ -248,7 +260,10 @@ class Recorder:
         ]
 
     def _cut(self) -> list[str]:
-        """Find reentrant regions that gradients enter and none leaves: regions below would get zeros instead."""
+        """Find reentrant regions that gradients enter and none leaves: regions below would get zeros instead.
+
+        The first has no layer below it to get zeros.
+        """
         cut = [entry for entry in self._entries[1:] if entry.reached and not entry.handed]
         layers = [entry.decision.first for entry in cut if entry.node is not None]
         if not layers:
@@ -291,7 +306,10 @@ class _Deferred:
             self._segments.append((decision, *calls, torch._C._autograd._get_sequence_nr()))  # type: ignore[arg-type]
 
     def look(self, nodes: dict[int, Any], users: dict[tuple[int, int], set[int]]) -> None:
-        """Find reordered segments in the graph's `nodes` and the `users` of each output. Two users have no order."""
+        """Find reordered segments in the graph's `nodes` and the `users` of each output.
+
+        The sum of two gradients is the same in either order, so only outputs with more users count.
+        """
         for numbers in (
             [nodes[key]._sequence_nr() for key in keys] for keys in users.values() if len(keys) > 2
         ):
@@ -533,12 +551,13 @@ class Sample:
         self._after = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
         real = self._real(own, once=once)
         try:
-            with self._everything_kept(scope):
+            with self._everything_kept(scope), _Communication() as communication:
                 truth = self._truth(own, once=once)
                 if any(key.startswith(NEXT) for key in truth):
                     real |= self._next(self._left)
                 errors = _errors(real, truth)
-                if errors and not rounded:
+                # ranks that share a layer must run it equally often, whichever of them finds errors
+                if not rounded and (errors or communication.seen):
                     noise = _errors(self._truth(own, once=once), truth)
                     errors = _beyond_noise(errors, noise, MOST_NOISE_EPS * self._eps())
                 if self.decision.tiling is not None:
@@ -760,7 +779,10 @@ class Sample:
 
 
 def _kind(decision: LayerDecision, layers: Sequence[nn.Module], given: Mapping[str, Any]) -> Any:
-    """Return the key of a region's kind: regions of one kind have equal modules, policies and types of arguments."""
+    """Return the key of a region's kind.
+
+    Regions of one kind have equal modules, policies, tables and types of arguments.
+    """
     modules = [
         (name, type(module), sorted((k, v) for k, v in vars(module).items() if isinstance(v, (bool, str))))
         for layer in layers
@@ -773,7 +795,7 @@ def _kind(decision: LayerDecision, layers: Sequence[nn.Module], given: Mapping[s
     ]
     arguments = [(name, type(value), carry_gradient(value)) for name, value in given.items()]
     how = (decision.policy, decision.mechanism, decision.reentrant, decision.offload, decision.tiling)
-    return repr((how, modules, weights, arguments))
+    return decision.table, repr((how, modules, weights, arguments))
 
 
 def _errors(found: Quantities, truth: Quantities) -> dict[str, float]:
@@ -846,13 +868,6 @@ def _digest(gradient: torch.Tensor) -> Digest:
     words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     norm = torch.linalg.vector_norm(flat, dtype=torch.float32).item()
     return Digest(norm, (int(words.sum(dtype=torch.int64)), int(torch.hash_tensor(flat).view(torch.int64))))
-
-
-def _tell(value: Any, tell: Callable[[bool], None]) -> None:
-    """Call `tell(True)` when a gradient comes to a tensor in `value`."""
-    for _, tensor in find_tensors(value):
-        if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: None if gradient is None else tell(True))
 
 
 def _note_gradient(noted: _Input | _Output, gradient: torch.Tensor | None) -> None:

@@ -55,7 +55,7 @@ def missing_parts(
     for index, (decision, layer) in enumerate(zip(decisions, layers, strict=True)):
         for need in decision.mechanism.needs(cfg):
             try:
-                need.find(layer, need.name, need.option)
+                need(layer)
             except ConfigError as error:
                 by_text.setdefault(str(error), []).append(index)
     return [f"{text} (layers {spans(indices)})" for text, indices in by_text.items()]

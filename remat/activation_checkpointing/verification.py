@@ -20,7 +20,11 @@ from remat.config.units import MIB
 
 
 def rows(applied: Applied, watch: OpTracer) -> list[dict[str, Any]]:
-    """Make one row per layer for proof.json. Counts are of the first step, bytes of its first micro-batch."""
+    """Make one row per layer for proof.json.
+
+    Counts, and bytes moved, discarded or given away, are sums up to the first applied step. Other bytes are of the
+    launch's first micro-batch.
+    """
     return [
         {
             "layer": index,
@@ -35,8 +39,8 @@ def rows(applied: Applied, watch: OpTracer) -> list[dict[str, Any]]:
             "took_effect": dict(counts.in_effect),
             "kept_bytes": watch.kept_bytes.get(index, 0),
             "shared_with_other_layers_bytes": watch.shared_bytes.get(index, 0),
-            "output_bytes": counts.output_bytes,
-            "table_bytes": counts.table_bytes,
+            "output_bytes": watch.output_bytes.get(index, 0),
+            "table_bytes": watch.table_bytes.get(index, 0),
             "planned_table_bytes": decision.table.saved_bytes if decision.table else 0,
             "moved_bytes": counts.moved_bytes,
             "partitioned_bytes": counts.partitioned_bytes,
@@ -138,6 +142,8 @@ def _observe(applied: Applied, watch: OpTracer, *, without: list[int]) -> Observ
             decision,
             counts,
             own_bytes=watch.kept_bytes.get(index, 0) - watch.shared_bytes.get(index, 0),
+            output_bytes=watch.output_bytes.get(index, 0),
+            table_bytes=watch.table_bytes.get(index, 0),
             region_bytes=watch.region_bytes.get(index, 0),
             region_kept_bytes=watch.region_kept_bytes.get(index, 0),
             moved_hidden_bytes=watch.moved_hidden_bytes.get(index, 0),
@@ -158,7 +164,7 @@ def _check_recomputations(layers: Observed) -> list[str]:
 
     def empty(layer: ObservedLayer) -> int:
         """Count calls with nothing to recompute. A layer that keeps more than its output has something."""
-        keeps_more = layer.own_bytes > layer.counts.output_bytes
+        keeps_more = layer.own_bytes > layer.output_bytes
         return 0 if keeps_more and layer.decision.mechanism.runs_layer_again else layer.counts.empty
 
     wrong = [
@@ -196,13 +202,12 @@ def _check_kept_bytes(layers: Observed) -> list[str]:
     wrong = [
         index
         for index, layer in layers.items()
-        if layer.decision.mechanism.keeps_only_input
-        and layer.own_bytes > layer.counts.output_bytes + SLACK_BYTES
+        if layer.decision.mechanism.keeps_only_input and layer.own_bytes > layer.output_bytes + SLACK_BYTES
     ]
     if not wrong:
         return []
     one = layers[wrong[0]]
     return [
         f"checkpointing is not in effect in layers {spans(wrong)}: layer {wrong[0]} keeps {one.own_bytes / MIB:.1f} "
-        f"MiB, {one.decision.policy} promises {one.counts.output_bytes / MIB:.1f} MiB"
+        f"MiB, {one.decision.policy} promises {one.output_bytes / MIB:.1f} MiB"
     ]

@@ -33,6 +33,16 @@ aten = torch.ops.aten
 FOUR_BIT_PRODUCT = "bitsandbytes.gemm_4bit"  # compared by name, because bitsandbytes is optional
 
 
+class Mode(TorchDispatchMode):
+    """A mode that also sees higher-order operators, and stays in place when something inside is compiled."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 def flop_formula(func: Any) -> Callable[..., int] | None:
     """Return the FLOP formula of `func`; None unless it is a matrix product or attention.
 
@@ -210,14 +220,8 @@ class _Call(NamedTuple):
     window: int | None
 
 
-class _Forward(TorchDispatchMode):
+class _Forward(Mode):
     """Counts the operations of one forward of one sequence. Weights are known by `id`, tensors by their storage."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    supports_higher_order_operators = True
 
     def __init__(self, net: nn.Module, length: int, most_operations: float) -> None:
         super().__init__()

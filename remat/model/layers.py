@@ -7,6 +7,7 @@ depend on the names in a model.
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import inspect
 import textwrap
@@ -187,6 +188,21 @@ def _check_is_whole(stack: Stack, parent: nn.Module) -> None:
             f"members {', '.join(map(str, others))} of {stack.name} ({type(parent[others[0]]).__name__}) do not "
             f"support activation checkpointing, the others ({stack.kinds}) do: use checkpointing=none or another model"
         )
+
+
+class KernelName(str):
+    """Equals the name of an attention kernel, which models compare with, but is a key of its own in the registry."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def with_kernel(config: Any, name: str) -> Any:
+    """Return a copy of `config` whose attention is what is registered under `name`."""
+    own = copy.copy(config)
+    # the property would also rename sub-configs, which are shared
+    own.__dict__["_attn_implementation_internal"] = name
+    return own
 
 
 def find_modules(layer: nn.Module, role: str, option: str = "checkpointing.recompute_modules") -> Modules:

@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from remat.config.options import ConfigError
+from remat.model.layers import KernelName, with_kernel
 
 OPTION = "train.sequence_parallel_size"
 OF_THE_SEQUENCE = ("position_ids", "cache_position")  # dropped: the mask or the documents' ends tell the kernel
@@ -104,7 +105,7 @@ class Installed:
             for module in net.modules()
             if isinstance(config := vars(module).get("config"), PretrainedConfig)
         ]
-        self._names: dict[str, _Name] = {}
+        self._names: dict[str, KernelName] = {}
         copies = {id(config): self._renamed(config) for _, config in self._configs}
         for renamed in copies.values():
             parts = vars(renamed)
@@ -120,14 +121,14 @@ class Installed:
 
     def _renamed(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return a copy of `config` in which attention over the group replaces the named kernel."""
-        own, kernel = copy.copy(config), config._attn_implementation
+        kernel = config._attn_implementation
         if kernel is None:
-            return own
+            return copy.copy(config)
         if kernel not in self._names:
-            self._names[kernel] = name = _Name(kernel)
+            self._names[kernel] = name = KernelName(kernel)
             ALL_ATTENTION_FUNCTIONS[name] = functools.partial(self._attend, str(kernel))
-        own.__dict__["_attn_implementation_internal"] = self._names[kernel]  # the property renames sub-configs
-        return own
+        renamed: PretrainedConfig = with_kernel(config, self._names[kernel])
+        return renamed
 
     def _attend(
         self,
@@ -200,13 +201,6 @@ def _check(module: nn.Module, query: Tensor, mask: Tensor | None, given: dict[st
             f"{OPTION}={size}: {named} gives its attention {', '.join(unknown)}, whose part for some of the heads is "
             f"not known; use {OPTION}=1"
         )
-
-
-class _Name(str):
-    """Equals the kernel's name, which models compare with, but is a key of its own in the registry."""
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 class _SomeHeads:

@@ -126,8 +126,15 @@ def test_bit_equal_to_keeping_everything_and_kept_to_the_byte(
 def test_a_layer_that_keeps_something_else_than_its_table_is_not_in_effect() -> None:
     net = small_models.build("llama")
     found, _ = under(net, [None] * 3)
-    found.applied.counts[1].table_bytes += 4
+    found.watch.table_bytes[1] += 4
     assert "layer 1 keeps" in verification.unmet_expectations(found.applied, found.watch, BUDGET)[0]
+
+
+def test_of_equal_layers_one_under_each_table_is_run_again() -> None:
+    net = small_models.build("llama")
+    graph = graphs_of(net)[0]
+    found, _ = under(net, [table_at(graph, MIDDLE), table_at(graph, MOST), table_at(graph, MIDDLE)])
+    assert [one["layers"] for one in found.replayed.compared] == ["0", "1"]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from remat.activation_checkpointing import apply, policy
 from remat.activation_checkpointing.compiled import CompiledLayers
+from remat.activation_checkpointing.mechanisms.arguments import Replayable, name_arguments
 from remat.config import compose
 from remat.config.options import CheckpointingConfig, ConfigError, Policy
 from remat.model import layers
@@ -99,6 +102,16 @@ def test_a_layer_that_is_no_one_graph_is_refused() -> None:
     with pytest.raises(ConfigError, match="compile=layers: LlamaDecoderLayer cannot be compiled as one graph"):
         net(input_ids=ids, use_cache=False)
     applied.remove()
+
+
+def test_messages_name_the_arguments_of_a_compiled_layer() -> None:
+    def forward(layer: Any, hidden_states: torch.Tensor, mask: Any = None) -> torch.Tensor:
+        return hidden_states
+
+    made = CompiledLayers()
+    call = Replayable(made.take(partial(forward, None)), lambda *_: nullcontext())
+    assert list(name_arguments(call, (torch.zeros(1), None))) == ["hidden_states", "mask"]
+    made.close()
 
 
 @pytest.mark.parametrize(

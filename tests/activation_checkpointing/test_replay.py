@@ -135,6 +135,25 @@ class KeywordTensor(Model):
         return hidden
 
 
+class CallsAPartial(Model):
+    """Its layers are given a function with a list and a tensor bound to it, and write to the list."""
+
+    class layer(Layer):
+        def forward(self, hidden_states: torch.Tensor, *, scaled: Any = None, **_: Any) -> torch.Tensor:
+            return super().forward(scaled(hidden_states))
+
+    @staticmethod
+    def scale(earlier: list[torch.Tensor], hidden: torch.Tensor, *, by: torch.Tensor) -> torch.Tensor:
+        earlier.append(hidden.mean())
+        return hidden * by * sum(earlier).sigmoid()
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        scaled = partial(self.scale, [hidden.sum()], by=self.embedding.weight.std())
+        for layer in self.layers:
+            hidden = layer(hidden, scaled=scaled)
+        return hidden
+
+
 class Dictionaries(Model):
     class layer(Layer):
         def forward(self, hidden_states: torch.Tensor, **_: Any) -> Any:
@@ -310,6 +329,18 @@ class SharesWeights(Model):
             layer.up = self.layers[0].up
 
 
+@torch.library.custom_op("test_c10d::exchange", mutates_args=())
+def exchange(part: torch.Tensor) -> torch.Tensor:
+    """Stands for a collective, which torch has in namespaces with this name too."""
+    return part.clone()
+
+
+class Exchanges(Model):
+    class layer(Layer):
+        def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+            return super().forward(hidden_states) + exchange(hidden_states.detach())
+
+
 Result = tuple[list[torch.Tensor], Replayed]
 
 
@@ -371,6 +402,8 @@ CARRIED = [
     (CutsTheGradient, FULL),
     (CutsTheGradient, CheckpointingConfig(policy=Policy.none, layers={"2": Policy.uniform}, reentrant=True)),
     (StartsWithoutGradient, REENTRANT),
+    (CallsAPartial, FULL),
+    (CallsAPartial, OFFLOADED),
     (CollectsInputs, FULL),
 ]
 
@@ -529,6 +562,27 @@ def test_segments_under_zero3_stay_reentrant_where_the_model_can() -> None:
         with pytest.raises(ConfigError) as refusal:
             dry_run.choose(other, SEGMENTS, [LAYERS], zero_stage=3)
         assert text in str(refusal.value)
+
+
+def test_ranks_that_share_a_layer_run_it_equally_often_whoever_finds_errors() -> None:
+    """A rank that runs it once more by itself would wait for the others forever."""
+
+    def runs(model: type[Model], *, wrong: bool) -> int:
+        net = model().train()
+        applied = apply.apply(net, policy.decide_layers(FULL, LAYERS), FULL)
+        with applied.micro_batch(), applied.recording() as recorder:
+            loss = net(torch.arange(12).view(2, 6))
+            recorder.forward_done(loss)
+            loss.backward()
+        if wrong:
+            next(iter(recorder._samples.values()))._outputs["output"].value.add_(1)
+        counted: list[int] = []
+        net.layers[0].up.register_forward_pre_hook(lambda *_: counted.append(1))
+        assert bool(recorder.replay(recorder.ready()).differences) == wrong
+        return len(counted)
+
+    assert [runs(Exchanges, wrong=wrong) for wrong in (False, True)] == [2, 2]
+    assert [runs(Model, wrong=wrong) for wrong in (False, True)] == [1, 2]
 
 
 def test_higher_order_operators_run_where_draws_are_recorded() -> None:

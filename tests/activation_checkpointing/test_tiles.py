@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from remat.activation_checkpointing import apply, dry_run, policy, verification
 from remat.activation_checkpointing.mechanisms import tiles
@@ -201,6 +202,20 @@ def test_an_mlp_that_draws_without_a_module_for_it_is_refused() -> None:
     layers.decoder_layers(net)[1].mlp.act_fn = Noisy()
     with pytest.raises(ConfigError, match=r"LlamaDecoderLayer draws random numbers .* \(layers 1\)"):
         decide(net, full())
+
+
+def test_a_layer_that_fails_while_it_is_watched_leaves_nothing_switched_on() -> None:
+    net = small_models.build("llama")
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no")
+
+    net.model.layers[1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="no"):
+        decide(net, full())
+    assert _get_current_dispatch_mode_stack() == []
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert all("forward" not in vars(layer) for layer in net.model.layers)
 
 
 def test_layers_that_keep_everything_keep_their_mlps_whole() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from remat.activation_checkpointing import verification
+from remat.activation_checkpointing import apply, verification
+from remat.activation_checkpointing.mechanisms.tables.table import Table
+from remat.activation_checkpointing.policy import decide_layers
 from remat.config.options import CheckpointingConfig, OffloadConfig, Policy, SelectiveOpsConfig
 from tests.support import small_models, watched
 
@@ -37,6 +40,29 @@ def proven_equal(net: Any, cfg: CheckpointingConfig, ids: torch.Tensor | None = 
     assert watched.differences(result, kept) == []
     assert verification.unmet_expectations(result.applied, result.watch, cfg) == []
     return result
+
+
+@pytest.mark.parametrize("policy", [Policy.full, Policy.budget])
+def test_a_narrower_micro_batch_later_in_the_first_step_breaks_no_promise(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without packing the first micro-batch is the widest; what it keeps is held to its own results and tables."""
+    monkeypatch.setattr(verification, "SLACK_BYTES", 0)
+    net, cfg = model("llama"), CheckpointingConfig(policy=policy)
+    table = Table(frozenset({"mlp: mul", "mlp.up_proj: mm"})) if policy is Policy.budget else None
+    applied = apply.apply(net, [replace(decision, table=table) for decision in decide_layers(cfg, 3)], cfg)
+    watch = applied.watch(torch.device("cpu"))
+    for width in (16, 8):
+        ids = torch.zeros(2, width, dtype=torch.long)
+        with applied.micro_batch(), watch if width == 16 else nullcontext():
+            loss = net(input_ids=ids, labels=ids, use_cache=False).loss
+            if width == 16:
+                watch.forward_done()
+            loss.backward()
+    assert verification.unmet_expectations(applied, watch, cfg) == []
+    rows = verification.rows(applied, watch)
+    assert [row["output_bytes"] for row in rows] == [2 * 16 * SMALL["hidden_size"] * 4] * 3
+    assert all((row["table_bytes"] > 0) == (policy is Policy.budget) for row in rows)
 
 
 MAMBA2 = {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8, "expand": 2}

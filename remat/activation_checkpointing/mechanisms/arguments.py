@@ -104,7 +104,10 @@ def rebuild(
     if isinstance(value, tuple):
         inner = [rebuild(part, swap, made, depth - 1) for part in value]
         same = all(one is other for one, other in zip(inner, value, strict=True))
-        return value if same else make_like(value, inner)
+        return value if same else _make_like(value, inner)
+    if isinstance(value, partial):  # its parts cannot be replaced in a copy
+        args, named = (rebuild(part, swap, made, depth - 1) for part in (value.args, value.keywords))
+        return partial(value.func, *args, **named)
     if id(value) in made:
         return made[id(value)]
     if not _is_container(value):
@@ -145,7 +148,7 @@ def replace_changes(before: Any, now: Any, swap: Callable[[torch.Tensor], torch.
     known = dict(_parts(before))
     for key, value in list(_parts(now)):
         old = known.get(key)
-        if isinstance(value, (torch.Tensor, tuple)):
+        if isinstance(value, (torch.Tensor, tuple)) and not isinstance(now, partial):
             if old is not value and not isinstance(now, tuple):
                 _put(now, key, rebuild(value, swap, {}))
         elif old is not None:
@@ -284,6 +287,6 @@ def _put(container: Any, key: Any, value: Any) -> None:
         object.__setattr__(container, key, value)
 
 
-def make_like(value: tuple[Any, ...], parts: list[Any]) -> Any:
+def _make_like(value: tuple[Any, ...], parts: list[Any]) -> Any:
     """Return a tuple of the kind of `value`, perhaps a named one, that has these `parts`."""
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

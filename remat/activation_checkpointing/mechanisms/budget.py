@@ -353,13 +353,12 @@ class LayerRunner:
         if not self.gathers or self._is_there(module):
             return rest()
         pending = module.__dict__.get("ds_grads_remaining")
-        undo = wrap_forward(module, lambda *_: rest())
         self._open.add(module)
         try:
-            module()
+            with wrap_forward(module, lambda *_: rest()):
+                module()
         finally:
             self._open.discard(module)
-            undo()
             # the hook before a forward makes it 0, and the module would never be released
             if pending is not None:
                 module.ds_grads_remaining = pending
@@ -633,7 +632,7 @@ def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
     wrong = [
         index
         for index, layer in observed.items()
-        if layer.own_bytes - layer.counts.table_bytes not in (0, layer.counts.output_bytes)
+        if layer.own_bytes - layer.table_bytes not in (0, layer.output_bytes)
     ]
     unmoved = [
         index for index, layer in observed.items() if layer.counts.moved_bytes != layer.counts.table_moved_bytes
@@ -643,7 +642,7 @@ def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
         one = observed[wrong[0]]
         found.append(
             f"checkpointing=budget is not in effect in layers {spans(wrong)}: layer {wrong[0]} keeps "
-            f"{one.own_bytes / MIB:.3f} MiB, its table says {one.counts.table_bytes / MIB:.3f} MiB"
+            f"{one.own_bytes / MIB:.3f} MiB, its table says {one.table_bytes / MIB:.3f} MiB"
         )
     if unmoved:
         counts = observed[unmoved[0]].counts

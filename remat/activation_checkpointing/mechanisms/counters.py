@@ -132,7 +132,8 @@ def one_run(layer: int, counts: LayerCounters, scope: Scope, earlier: int) -> It
     """Wrap one run of a region that ran `earlier` times: the first is the forward, later ones recompute it."""
     counts.recomputations += earlier == 1
     counts.repeated += earlier > 1
-    with scope.inside(layer, recomputing=earlier > 0):
+    noted = scope.later_run(layer) if earlier else nullcontext()
+    with noted, scope.inside(layer, recomputing=earlier > 0):
         if earlier or not torch.is_grad_enabled():
             yield
             return

@@ -304,7 +304,10 @@ def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> lis
 
 
 def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:
-    """Tell which switches did nothing. They treat all layers alike; only the last input is never moved."""
+    """Tell which switches did nothing. They treat all layers alike.
+
+    Without partition_activations the last input is never moved.
+    """
     ds, calls = cfg.deepspeed, list(observed)
     leaving = calls if ds.partition_activations else calls[:-1]
     promised = (

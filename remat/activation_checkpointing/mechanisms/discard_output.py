@@ -85,7 +85,7 @@ class OutputDiscarding:
                         f"({type(random[0]).__name__}); use checkpointing=selective_modules"
                     )
                 # Inside ZeRO-3's hooks: what they do to inputs and outputs is not part of the region.
-                self._undo.callback(wrap_forward(module, partial(self._call, name, role, module)))
+                self._undo.enter_context(wrap_forward(module, partial(self._call, name, role, module)))
 
     @contextmanager
     def around_forward(self, keep: Pack, restore: Unpack) -> Iterator[None]:
@@ -358,7 +358,8 @@ def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> lis
 
 
 def _needs(cfg: CheckpointingConfig) -> list[Need]:
-    return [Need(layers.find_modules, role, "checkpointing.discard_modules") for role in cfg.discard_modules]
+    option = "checkpointing.discard_modules"
+    return [partial(layers.find_modules, role=role, option=option) for role in cfg.discard_modules]
 
 
 def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from remat.activation_checkpointing.mechanisms import operators
+from remat.model.flops import Mode
 
 # matrix products whose result has the dtype of the left matrix
 OVERLOADS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
@@ -133,7 +134,7 @@ class _Again:
         self._owner.end()
 
 
-class _DeferMode(operators.Mode):
+class _DeferMode(Mode):
     """Defers the first product."""
 
     def __init__(self) -> None:

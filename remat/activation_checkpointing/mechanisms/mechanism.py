@@ -23,6 +23,9 @@ from remat.model.layers import Modules
 
 SLACK_BYTES = MIB  # small things a layer may keep beside its output: masks, random states, routing indices
 LayerForward = Callable[..., Any]  # fn(call, *args) -> the layer's output
+Need = Callable[
+    [nn.Module], Modules
+]  # finds a part that every layer must have; raises ConfigError where it is missing
 
 
 @dataclass(frozen=True)
@@ -43,21 +46,13 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Need:
-    """A part that every layer must have: what finds it (and raises ConfigError), its name, the option that asks."""
-
-    find: Callable[[nn.Module, str, str], Modules]
-    name: str
-    option: str
-
-
-@dataclass(frozen=True)
 class Mechanism:
     """How a layer is carried out. Many policies differ only in which layers they choose.
 
     treat: returns the function that runs in the place of the layer's forward.
     is_reentrant(cfg, layers, segments): whether `layers` layers that are recomputed together use the reentrant variant;
-        `segments`: segments use it if the options leave it open. None: there is no such variant.
+        `segments`: whether layers recomputed together are reentrant when the options do not say. None: there is no
+        such variant.
     refuse: tells what cannot work, before a weight is read.
     needs: the parts that a layer must have.
     unmet: tells what the mechanism promised for its layers and the first step did not do.
@@ -195,6 +190,8 @@ class ObservedLayer:
     decision: LayerDecision
     counts: LayerCounters
     own_bytes: int  # kept by the layer, without what the model hands from it to other layers (shared K/V)
+    output_bytes: int  # of the layer's own result
+    table_bytes: int  # what its table says that it keeps, without its result
     region_bytes: int  # made in parts of the layer that are recomputed
     region_kept_bytes: int  # and still there, though nothing but the part's result should be
     moved_hidden_bytes: int  # hidden states that were moved to the host and did not leave the device

@@ -612,7 +612,7 @@ def unmet(cfg: CheckpointingConfig, observed: Observed, *, full: bool = True) ->
         f"{spans(entries)}); lower it"
         for entries in by_range(moving)
         if not any(moving[index].counts.moved_bytes for index in entries)
-        and (full or any(moving[index].counts.output_bytes >= cfg.offload.min_bytes for index in entries))
+        and (full or any(moving[index].output_bytes >= cfg.offload.min_bytes for index in entries))
     ]
     still = {index: layer.moved_hidden_bytes + layer.moved_kept_bytes for index, layer in moving.items()}
     moved = {index: layer.counts.moved_bytes / layer.counts.forwards for index, layer in moving.items()}

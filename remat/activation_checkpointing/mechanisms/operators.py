@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 MATMULS = {
@@ -44,16 +43,6 @@ GROUPS: dict[str, Callable[[str], bool]] = {
     "matmul": lambda name: name in MATMULS,
     "every_other_matmul": lambda name: name in MATMULS,
 }
-
-
-class Mode(TorchDispatchMode):
-    """A mode that also sees higher-order operators, and stays in place when something inside is compiled."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from remat.activation_checkpointing.mechanisms.arguments import Replayable, find_tensors, make_like
+from remat.activation_checkpointing.mechanisms.arguments import Replayable, find_tensors
 from remat.activation_checkpointing.mechanisms.lazy_matmul import SkipLastMatmul
 from remat.activation_checkpointing.mechanisms.mechanism import LayerForward, Mechanism, Setting, Site, Treated
 from remat.config.options import CheckpointingConfig, ConfigError, Policy
@@ -33,7 +33,6 @@ from remat.config.options import CheckpointingConfig, ConfigError, Policy
 WITHOUT_SEGMENTS = "use checkpointing=full"
 SEGMENTED = {Policy.uniform, Policy.sqrt}
 NO_LAYERDROP = "set it to 0 (model.architecture, or config.json in the model's folder)"
-LIFTED = object()  # in the place of a tensor that is passed in separately
 ContextPair = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
@@ -54,8 +53,8 @@ class Recompute:
         if self.reentrant:
             state_of(args)
         elif args and isinstance(args[0], tuple):  # the hooks around the layer see only positional tensors
-            lifted = Lifted(call, args)
-            return self(lifted, *lifted.take())
+            run, tensors = lift(call, args)
+            return self(run, *tensors)
         return self(call, *args)
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -221,29 +220,31 @@ class FlatRegion:
         return tree_unflatten(leaves, self._spec)
 
 
-class Lifted:
-    """A call whose tensors are passed in one by one: `call(*args)` is `lifted(*lifted.take())`.
+def lift(call: Replayable, args: tuple[Any, ...]) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """Return a function and tensors: it does `call(*args)` when it is given them one by one, and holds none of them.
 
-    Tensors and tuples of tensors are lifted. Containers are not, because the call could write to them; Parameters are
-    not, because ZeRO-3 may have partitioned them by the recomputation.
+    The keyword arguments leave `call`. Tensors and tuples of tensors are lifted. Containers are not, because the call
+    could write to them; Parameters are not, because ZeRO-3 may have partitioned them by the recomputation.
     """
+    names, given = list(call.keywords), (args, tuple(call.keywords.values()))
+    call.keywords = {}
+    leaves, spec = tree_flatten(given, is_leaf=lambda part: not isinstance(part, tuple))
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
+    ]
+    lifted = [leaves[place] for place in places]
+    others = [None if place in places else leaf for place, leaf in enumerate(leaves)]
 
-    def __init__(self, call: Replayable, args: tuple[Any, ...]) -> None:
-        """Take the keyword arguments out of `call`: nothing here holds a tensor once they are taken."""
-        self._tensors: list[torch.Tensor] = []
-        self._call, self._args = call, _take_out(args, self._tensors)
-        self._named = {name: _take_out(value, self._tensors) for name, value in call.keywords.items()}
-        call.keywords = {}
+    def run(*tensors: torch.Tensor) -> Any:
+        again = list(others)
+        for place, tensor in zip(places, tensors, strict=True):
+            again[place] = tensor
+        positional, named = tree_unflatten(again, spec)
+        return call(*positional, **dict(zip(names, named, strict=True)))
 
-    def take(self) -> list[torch.Tensor]:
-        """Return the tensors, once."""
-        tensors, self._tensors = self._tensors, []
-        return tensors
-
-    def __call__(self, *tensors: torch.Tensor) -> Any:
-        given = iter(tensors)
-        args = _put_back(self._args, given)
-        return self._call(*args, **{name: _put_back(value, given) for name, value in self._named.items()})
+    return run, lifted
 
 
 def state_of(args: tuple[Any, ...]) -> torch.Tensor:
@@ -254,24 +255,6 @@ def state_of(args: tuple[Any, ...]) -> torch.Tensor:
             "neither in a segment nor reentrant; use checkpointing=full checkpointing.reentrant=false"
         )
     return args[0]
-
-
-def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-        tensors.append(value)
-        return LIFTED
-    return _each(value, lambda part: _take_out(part, tensors))
-
-
-def _put_back(value: Any, given: Iterator[torch.Tensor]) -> Any:
-    return next(given) if value is LIFTED else _each(value, lambda part: _put_back(part, given))
-
-
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to the parts of a tuple; return anything else as it is."""
-    if not isinstance(value, tuple) or isinstance(value, torch.Size):
-        return value
-    return make_like(value, [change(part) for part in value])
 
 
 def _fresh(value: Any) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from remat.activation_checkpointing.mechanisms.mechanism import (
     run_as_it_is,
     spans,
 )
-from remat.activation_checkpointing.mechanisms.recompute import Lifted, Recompute, skip_last_matmul
+from remat.activation_checkpointing.mechanisms.recompute import Recompute, lift, skip_last_matmul
 from remat.config.options import CheckpointingConfig
 from remat.config.units import MIB
 from remat.model import layers
@@ -51,7 +51,7 @@ def _treat(site: Site) -> LayerForward:
     cleanup = site.setup.cleanup
     for name, module in whole:
         in_it = [role for role, several in found.items() if _any_inside(several, name)]
-        cleanup.callback(wrap_forward(module, _region_of(site, module, name, in_it)))
+        cleanup.enter_context(wrap_forward(module, _region_of(site, module, name, in_it)))
     for name, module in core:
         if not any(_any_inside([(name, module)], outer) for outer, _ in whole):
             region = _region_of(site, nn.Module(), name, [layers.CORE_ATTENTION])  # no Linear inside
@@ -117,42 +117,19 @@ def _run(site: Site, recompute: Recompute, fn: Region, args: Any, kwargs: Any) -
     if scope.keeping or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
 
-    @contextmanager
-    def around(earlier: int, _: Any) -> Iterator[None]:
-        noted = scope.later_run(index) if earlier else nullcontext()
-        with noted, one_run(index, counts, scope, earlier):
-            yield
+    def around(earlier: int, _: Any) -> AbstractContextManager[None]:
+        return one_run(index, counts, scope, earlier)
 
-    lifted = Lifted(Replayable(partial(fn, **kwargs), around), args)
-    output = recompute(lifted, *lifted.take())
+    run, tensors = lift(Replayable(partial(fn, **kwargs), around), args)
+    output = recompute(run, *tensors)
     counts.expected += tell_of_gradient(output, counts.is_reached)
     return output
 
 
-def wrap_forward(module: nn.Module, region: Callable[[Region, Any, Any], Any]) -> Callable[[], None]:
-    """Wrap the instance's `forward`: hooks stay outside, names and classes stay the same. Returns the undo."""
-    before = module.__dict__.get("forward")
+def wrap_forward(module: nn.Module, region: Callable[[Region, Any, Any], Any]) -> AbstractContextManager[Any]:
+    """Return a context in which the instance's `forward` is wrapped: hooks stay outside, names and classes the same."""
     forward = module.forward
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return region(forward, args, kwargs)
-
-    module.forward = wrapped
-
-    def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    return undo
-
-
-class _Name(str):
-    """A string that reads as the implementation's name, but is a key of its own in the registry."""
-
-    def __hash__(self) -> int:
-        return id(self)
+    return mock.patch.object(module, "forward", lambda *args, **kwargs: region(forward, args, kwargs))
 
 
 def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], Any]) -> Callable[[], None]:
@@ -162,7 +139,7 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
     not, flash or not) must get the true answer, and so must the real function: it runs with the original config.
     """
     config = attention.config
-    name = _Name(config._attn_implementation)
+    name = layers.KernelName(config._attn_implementation)
     own_file = inspect.unwrap(type(attention).forward).__globals__
     registry = own_file["ALL_ATTENTION_FUNCTIONS"]  # some models have one of their own
     interface = registry.get_interface(config._attn_implementation, own_file.get("eager_attention_forward"))
@@ -177,11 +154,8 @@ def _wrap_core_attention(attention: Any, region: Callable[[Region, Any, Any], An
     def wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
         return region(partial(original, module), args, kwargs)
 
-    own = copy.copy(config)
-    # the property would also rename sub-configs, which are shared
-    own.__dict__["_attn_implementation_internal"] = name
     registry[name] = wrapped
-    attention.config = own
+    attention.config = layers.with_kernel(config, name)
 
     def undo() -> None:
         attention.config = config
@@ -222,7 +196,7 @@ def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> lis
 
 
 def _needs(cfg: CheckpointingConfig) -> list[Need]:
-    return [Need(layers.find_modules, role, OPTION) for role in cfg.recompute_modules]
+    return [partial(layers.find_modules, role=role) for role in cfg.recompute_modules]
 
 
 def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:

@@ -39,6 +39,7 @@ from remat.activation_checkpointing.mechanisms.mechanism import (
 from remat.activation_checkpointing.mechanisms.recompute import Recompute
 from remat.config.options import Attention, CheckpointingConfig, ConfigError, SelectiveOpsConfig, StorageDtype
 from remat.model import layers
+from remat.model.flops import Mode
 
 LINEARS_OPTION = "checkpointing.selective_ops.save_linears"
 NO_ATTENTION_OPERATION = {
@@ -162,7 +163,7 @@ class SelectiveCheckpoint:
             self.postponed.compute()
 
 
-class _Mode(operators.Mode):
+class _Mode(Mode):
     def __init__(self, results: SelectiveCheckpoint, store: SavedOutputs) -> None:
         super().__init__()
         self._results, self._store = results, store
@@ -431,7 +432,7 @@ def _refuse(cfg: CheckpointingConfig, treated: Treated, setting: Setting) -> lis
 
 
 def _needs(cfg: CheckpointingConfig) -> list[Need]:
-    return [Need(layers.find_linears, name, LINEARS_OPTION) for name in cfg.selective_ops.save_linears]
+    return [partial(layers.find_linears, name=name) for name in cfg.selective_ops.save_linears]
 
 
 def _unmet(cfg: CheckpointingConfig, observed: Observed) -> list[str]:

@@ -26,7 +26,7 @@ from remat.activation_checkpointing.mechanisms.recompute import Recompute, skip_
 from remat.activation_checkpointing.mechanisms.selective_modules import wrap_forward
 from remat.config.options import ConfigError
 from remat.model import layers
-from remat.model.flops import operands
+from remat.model.flops import Mode, operands
 
 OPTION = "checkpointing.tiles"
 OFF = "set checkpointing.tiles=1, or give such layers the policy none with checkpointing.layers"
@@ -43,8 +43,8 @@ def slice_mlp(site: Site) -> None:
     sliced = _SlicedMlp(site, mlp, tiling.count, *(norm and norm.forward for norm in norms))
     for norm in norms:
         if norm is not None:  # in the layer it returns its input: the sliced MLP does its work
-            setup.cleanup.callback(wrap_forward(norm, sliced.pass_on))
-    setup.cleanup.callback(wrap_forward(mlp, sliced.run))
+            setup.cleanup.enter_context(wrap_forward(norm, sliced.pass_on))
+    setup.cleanup.enter_context(wrap_forward(mlp, sliced.run))
     if setup.zero_stage == 3:
         setup.cleanup.callback(_gather_together(mlp, [norm for norm in norms if norm is not None]))
 
@@ -280,7 +280,7 @@ def _problem(layer: nn.Module) -> str:
     return ""
 
 
-class _Look(operators.Mode):
+class _Look(Mode):
     """Watches one forward of a layer: what its MLP is given, who else uses that, and what comes after."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -303,19 +303,15 @@ class _Look(operators.Mode):
                 enter = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
                 stack.callback(enter.remove)
                 stack.callback(module.register_forward_hook(partial(self._leave, name)).remove)
-            stack.callback(self._layer.register_forward_pre_hook(self._begin).remove)
-            stack.callback(self._layer.register_forward_hook(self._end).remove)
+            stack.enter_context(wrap_forward(self._layer, self._run))
             yield
 
-    def _begin(self, *_: Any) -> None:
-        self._hooks = saved_tensors_hooks(self._save, lambda tensor: tensor)
-        self._hooks.__enter__()
-        self.__enter__()
-
-    def _end(self, *_: Any) -> None:
-        self.__exit__(None, None, None)
-        self._hooks.__exit__(None, None, None)
-        self._alive.clear()
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            with saved_tensors_hooks(self._save, lambda tensor: tensor), self:
+                return forward(*args, **kwargs)
+        finally:
+            self._alive.clear()
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         plain = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.model.flops import dequantised_bytes, flop_formula, operands
+from remat.model.flops import Mode, dequantised_bytes, flop_formula, operands
 from remat.planning.simulation.types import Category, OpCost, Phase
 from remat.planning.simulation.zero3 import Event, is_whole
 
@@ -183,7 +182,7 @@ class Record:
     moved_bytes: int = 0
 
 
-class Timeline(TorchDispatchMode):
+class Timeline(Mode):
     """A mode that records a forward and a backward, operation by operation.
 
     Use: `with Timeline(scope, model) as timeline: forward; timeline.forward_done(); backward`. Parameters are
@@ -191,12 +190,6 @@ class Timeline(TorchDispatchMode):
     yields host memory. `workspaces`: count what a GPU's attention kernels allocate internally, and leave out
     what autograd allocates only under a dispatch mode.
     """
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from remat.activation_checkpointing.mechanisms import operators
-from remat.model.flops import flop_formula
+from remat.model.flops import Mode, flop_formula
 
 # Where a value can be taken while a layer runs: ("save", n), ("in" or "out", module, call, leaf).
 Tap = tuple[Any, ...]
@@ -200,7 +200,7 @@ class Graph:
         self.edited = {to[value] for value in self.edited if value in to}
 
 
-class Recorder(operators.Mode):
+class Recorder(Mode):
     """Records one call of `layer` with arguments `given` (path, tensor) in `graph`.
 
     `tapped` has the tensors that enter and leave modules, unless it `holds` none.
