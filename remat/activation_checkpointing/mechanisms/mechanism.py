@@ -23,9 +23,8 @@ from remat.model.layers import Modules
 
 SLACK_BYTES = MIB  # small things a layer may keep beside its output: masks, random states, routing indices
 LayerForward = Callable[..., Any]  # fn(call, *args) -> the layer's output
-Need = Callable[
-    [nn.Module], Modules
-]  # finds a part that every layer must have; raises ConfigError where it is missing
+# finds a part that every layer must have; raises ConfigError where it is missing
+Need = Callable[[nn.Module], Modules]
 
 
 @dataclass(frozen=True)
