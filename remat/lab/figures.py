@@ -139,7 +139,7 @@ def as_csv(results: Sequence[Result]) -> str:
 
 
 def _row(point: Point, results: Sequence[Result]) -> Row:
-    about = {"name": point.name, "own": point.own, "baseline": point.baseline}
+    about: dict[str, Any] = {"name": point.name, "own": point.own, "baseline": point.baseline}
     known = [result.measured for result in results if result.status == FINISHED and result.measured]
     if not known:
         worst = min(results, key=lambda result: ORDER.index(result.status))
