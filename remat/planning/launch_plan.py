@@ -169,8 +169,8 @@ def choose_settings(
 ) -> list[str] | None:
     """Return the overrides that strategy=auto adds to `words`, found by rank 0. Collective.
 
-    A resume takes those of the run that it resumes. None: this machine's speed is not known, and the settings of the
-    recipe stay. Raises DoesNotFit on every rank if nothing fits.
+    A resume takes those of the run that it resumes, but for axes that `words` set. None: this machine's speed is not
+    known, and the settings of the recipe stay. Raises DoesNotFit on every rank if nothing fits.
     """
     mine = _this_node(cfg, world, writes_nvme=False)
     machine = node.smallest(distributed.gather(mine))
@@ -191,7 +191,8 @@ def choose_settings(
 def _choose(cfg: RunConfig, here: RunConfig, args: Sequence[str]) -> tuple[list[str] | None, str]:
     """Return the overrides and where they come from; None and the reason if none can be chosen."""
     if before := _chosen_before(cfg):
-        overrides = json.loads(before.read_text())
+        given = search.set_by(args)  # what the command line sets now counts
+        overrides = [word for word in json.loads(before.read_text()) if not search.set_by([word]) & given]
         return overrides, f"{_told(overrides)}, as {before} has it"
     if reason := search.explain_no_search(here):
         return None, f"{reason}. The settings of the recipe stay"

@@ -223,3 +223,16 @@ def test_a_resume_takes_what_its_run_was_given(tmp_path: Path) -> None:
     ]
     assert found == [["train.micro_batch_size=1"], ["train.micro_batch_size=2"], ["train.micro_batch_size=2"]]
     assert "new/strategy.json has it" in said[0]
+
+
+def test_a_resume_takes_what_its_command_line_sets(tmp_path: Path) -> None:
+    cfg = compose.compose_run([*BASE, f"output_dir={tmp_path}", "resume=auto"]).run
+    file = tmp_path / cfg.name / "mine" / launch_plan.CHOSEN
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(["train.micro_batch_size=8", *MOVES]))
+    for word, left in (
+        ("train.micro_batch_size=1", MOVES),
+        ("checkpointing=full", ["train.micro_batch_size=8"]),
+    ):
+        words = ["recipe=tiny_zero3_offload", word]
+        assert launch_plan.choose_settings(cfg, one_rank(), words=words, note=lambda _: None) == left

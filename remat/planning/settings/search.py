@@ -85,7 +85,7 @@ def choose(
     if reason := explain_no_search(cfg):
         raise ConfigError(f"strategy=auto: {reason}")
     search = Search(args, cfg, recordings, progress)
-    if found := search.fastest(limit, pinned=_set_by(args)):
+    if found := search.fastest(limit, pinned=set_by(args)):
         return found
     nearest = search.closest()
     lacks = f"; the nearest, {' '.join(nearest.overrides)}, lacks {_missing(nearest)}" if nearest else ""
@@ -95,7 +95,7 @@ def choose(
     )
 
 
-def _set_by(args: Sequence[str]) -> set[str]:
+def set_by(args: Sequence[str]) -> set[str]:
     """Return the axes on which the command line sets an option."""
     given = {word.lstrip("+~").partition("=")[0] for word in args}
     owners = {axis: axis.split(".")[0] if axis == "deepspeed.config" else axis for axis in choices.AXES}
