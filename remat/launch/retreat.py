@@ -38,8 +38,8 @@ class Retreat:
 class Smaller:
     """What to plan after the kernel killed a rank: `words`, arguments of `remat plan` for a machine with less memory.
 
-    `device` is cuda or cpu. `before` are the overrides that strategy=auto added to the run in `folder`, `most` is its
-    most_retreats.
+    `device` is cuda or cpu. `before` are the overrides that strategy=auto added to this launch of the run in `folder`,
+    `most` is its most_retreats.
     """
 
     device: str

@@ -58,7 +58,8 @@ class LaunchPlan:
 
     `planned` is None when there is no plan, and `reason` says why. `states` are the model states of one rank.
     `command` is the `remat plan` command for this run on this machine. `strategy` is what the run does; with
-    checkpointing=budget it has the tables that were chosen.
+    checkpointing=budget it has the tables that were chosen. `added` are the overrides that strategy=auto added to
+    this launch.
     """
 
     device: str  # cuda or cpu: where the model computes
@@ -69,6 +70,7 @@ class LaunchPlan:
     strategy: Strategy
     loading: Loading | None = None  # of pretrained weights at ZeRO-3
     folder: Path | None = None  # the run directory, once it is known
+    added: Sequence[str] = ()
 
     def record(self) -> dict[str, Any]:
         """Return the content of plan.json: the output of `remat plan --json`, and more that the ledger needs."""
@@ -111,10 +113,17 @@ class LaunchPlan:
 
 
 def plan_launch(
-    cfg: RunConfig, strategy: Strategy, world: World, *, words: Sequence[str], warn: Callable[[str], None]
+    cfg: RunConfig,
+    strategy: Strategy,
+    world: World,
+    *,
+    words: Sequence[str],
+    warn: Callable[[str], None],
+    added: Sequence[str] = (),
 ) -> LaunchPlan:
     """Plan on rank 0 and send the plan to all ranks. Collective: all ranks must call it.
 
+    `words` are the arguments of this launch, with `added`, those that strategy=auto chose.
     Raises DoesNotFit on every rank, with one message, when something is too small; with `force` that is a warning.
     """
     items = model_states(cfg, strategy, world)
@@ -161,7 +170,7 @@ def plan_launch(
         warn(f"force=true: starting although {refusal}")
     if planned is not None and planned.plan.verdict is Verdict.tight:
         warn(f"the plan is tight: {what_decides(planned.plan)}")
-    return LaunchPlan(world.device.type, planned, reason, items, command, strategy, loading)
+    return LaunchPlan(world.device.type, planned, reason, items, command, strategy, loading, added=tuple(added))
 
 
 def choose_settings(

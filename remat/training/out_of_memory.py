@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,7 +31,7 @@ from remat.launch import retreat
 from remat.launch.retreat import Smaller
 from remat.machine import distributed
 from remat.machine.host_memory import host_memory
-from remat.planning.launch_plan import CHOSEN, LaunchPlan
+from remat.planning.launch_plan import LaunchPlan
 from remat.planning.plan import GPU_MEMORY, HOST_MEMORY, needed_bytes, overhead_bytes
 
 ADVICE_S = 120  # time limit of planning the advice
@@ -168,13 +167,7 @@ def _ask_for_retreat(error: OutOfMemory) -> tuple[bool, str]:
 def _on_smaller(plan: LaunchPlan, place: str, missing_bytes: int, most: int) -> Smaller:
     folder = None if plan.folder is None else str(plan.folder)
     words = _smaller(plan, place, missing_bytes)[2:]
-    return Smaller(plan.device, words, _chosen_by_plan(plan.folder), folder, most)
-
-
-def _chosen_by_plan(folder: Path | None) -> list[str]:
-    """Return the overrides that strategy=auto added to this run."""
-    file = None if folder is None else folder / CHOSEN
-    return [] if file is None or not file.exists() else list(json.loads(file.read_text()))
+    return Smaller(plan.device, words, list(plan.added), folder, most)
 
 
 def compose_message(error: OutOfMemory, advice: list[dict[str, Any]]) -> str:

@@ -234,6 +234,29 @@ def test_advice_is_for_a_run_that_does_not_go_on(
     assert (retreat.take(tmp_path / "retreat.json") is None) is advised
 
 
+def test_a_retreat_is_on_top_of_what_was_chosen_for_its_own_launch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Later launches have the first one's choice in their words: the first retreat's settings must come after it.
+
+    A first launch may be killed before it has written strategy.json.
+    """
+    file = tmp_path / "retreat.json"
+    monkeypatch.setenv(retreat.FILE, str(file))
+    chosen, planned = ["train.micro_batch_size=8"], []
+    monkeypatch.setattr(retreat, "choose", lambda run, why: planned.append(run.before))
+    for number, of_launch in enumerate((chosen, [])):
+        monkeypatch.setenv(retreat.NUMBER, str(number))
+        launch = plan(folder=tmp_path, added=of_launch)
+        assert launch.planned is not None
+        launch.planned.cfg = RunConfig(on_out_of_memory=OnOutOfMemory.retreat)  # type: ignore[misc]
+        out_of_memory.prepare_for_kill(launch.planned.cfg, launch)
+        retreat.after_kill(file, "killed", number, lambda _: None)
+        out_of_memory._ask_for_retreat(gpu_error(launch))
+        (tmp_path / "strategy.json").write_text(json.dumps(chosen))
+    assert planned == [chosen, chosen, [], []]
+
+
 def test_a_store_that_has_left_does_not_hide_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 hosts the store: when it has left already, this rank's report is the one that there is."""
 
