@@ -107,6 +107,16 @@ def test_moves_that_promised_more_than_they_keep_do_not_push_out_what_is_faster(
     assert best.planned.simulation.moved_bytes == 0
 
 
+def test_model_states_that_do_not_fit_rule_out_no_tables_that_do(known: Recordings) -> None:
+    """The bound of such a strategy has no computation: no step is as short."""
+    wide = ["hidden_size=960", "intermediate_size=4096", "num_hidden_layers=6"]
+    words = [*BASE, *(f"model.architecture.{size}" for size in wide), "checkpointing=budget"]
+    words += ["train.seq_len=512", "hardware.gpu_memory_gib=1.5"]
+    pinned = {"checkpointing", "train.loss", "train.micro_batch_size"}
+    (best,) = Search(words, compose.compose_run(words).run, known).fastest(1, pinned=pinned)
+    assert best.planned.plan.fits and "offload" in best.overrides[0]
+
+
 def test_mlps_are_sliced_where_nothing_else_fits(known: Recordings) -> None:
     words = [*BASE[:4], "train.seq_len=16384", "model.architecture.intermediate_size=4096"]
     words += ["train.micro_batch_size=1", "train.global_batch_size=1"]

@@ -227,7 +227,9 @@ class Search:
                             kind == Policy.budget and estimate.time.total_s <= NEARLY_ALL_KEPT * least_s
                         )
                         # Tables are chosen to fit the budget, so an estimate with tables counts as one that fits.
-                        fits = self._is_table(policy) or excess(estimate) <= SURELY_FITS_BELOW
+                        fits = estimate.simulation is not NO_ACTIVATIONS and (
+                            self._is_table(policy) or excess(estimate) <= SURELY_FITS_BELOW
+                        )
                         nothing_to_spare |= fits and estimate.time.total_s <= (1 + SAME_TIME) * least_s
                         if fits and not estimate.time.unknown:
                             best_s = min(best_s, estimate.time.total_s)
