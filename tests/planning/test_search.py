@@ -97,6 +97,14 @@ def test_a_search_finds_tables_that_move_values_and_those_that_do_not(known: Rec
         assert estimate.plan.peak_bytes == pytest.approx(setting.planned.plan.peak_bytes, rel=0.12)
 
 
+def test_a_budget_of_the_command_line_may_move_values_too(known: Recordings) -> None:
+    """No run with a budget in GiB keeps everything: what it keeps says nothing about what moves would save."""
+    words = [*TIGHT, "hardware.gpu_memory_gib=23.5", *TABLES, "checkpointing.budget_gib=1.5"]
+    looking = Search(words, compose.compose_run(words).run, known)
+    found = looking.fastest(2, pinned={*PINNED, "train.micro_batch_size"})
+    assert [setting.overrides for setting in found] == [MOVES, []]
+
+
 def test_moves_that_promised_more_than_they_keep_do_not_push_out_what_is_faster(
     known: Recordings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

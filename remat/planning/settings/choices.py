@@ -68,12 +68,15 @@ def saving_most(axes: Mapping[str, list[Option | None]]) -> dict[str, list[Optio
     }
 
 
-def keep_everything(args: Sequence[str], cfg: RunConfig) -> Option | None:
-    """Return the change to a run that recomputes and offloads nothing; None if `cfg` is one, or `args` exclude it."""
+def keep_everything(args: Sequence[str], cfg: RunConfig) -> tuple[Option, ...] | None:
+    """Return the change to a run that recomputes and offloads nothing: none, (), if `cfg` is one.
+
+    None: `args` set an option of checkpointing that such a run does not read.
+    """
     words = ("checkpointing=none",)
     with contextlib.suppress(ConfigError):
         chosen = composed(args, words).checkpointing
-        return None if chosen == cfg.checkpointing else _section("checkpointing", words, chosen)
+        return () if chosen == cfg.checkpointing else (_section("checkpointing", words, chosen),)
     return None
 
 

@@ -201,8 +201,7 @@ class Search:
                 if self._time_is_up:
                     self._progress(total, total)
                     return
-                for least_s, strategy in self._by_least_time(fixed, strategies, known):
-                    keeping = self._estimates.get((*fixed, *_changes(strategy, self._keeping)))
+                for least_s, keeping, strategy in self._by_least_time(fixed, strategies, known):
                     all_fits = keeping is not None and excess(keeping) <= 1 - budget.MARGIN
                     has_tables = nothing_to_spare = False
                     for policy in policies:
@@ -237,15 +236,18 @@ class Search:
 
     def _by_least_time(
         self, fixed: Candidate, strategies: Sequence[Option | None], known: _Known
-    ) -> list[tuple[float, Option | None]]:
-        """Return (seconds of a step that recomputes nothing, strategy), the shortest first; 0 seconds if unknown."""
+    ) -> list[tuple[float, Planned | None, Option | None]]:
+        """Return (seconds of a step that recomputes and offloads nothing, its estimate, strategy), the shortest first.
+
+        0 seconds: they are not known, or the command line excludes such a step, and there is no estimate.
+        """
         found = []
         for strategy in strategies:
             estimate = None
-            if not (self._time_is_up or known.states_do_not_fit(strategy)):
-                estimate = self._estimate((*fixed, *_changes(strategy, self._keeping)))
+            if self._keeping is not None and not (self._time_is_up or known.states_do_not_fit(strategy)):
+                estimate = self._estimate((*fixed, *_changes(strategy, *self._keeping)))
             timed = estimate and estimate.simulation is not NO_ACTIVATIONS and not estimate.time.unknown
-            found.append((estimate.time.total_s if estimate and timed else 0.0, strategy))
+            found.append((estimate.time.total_s if estimate and timed else 0.0, estimate, strategy))
         return sorted(found, key=lambda entry: entry[0])
 
     def _with_other_sizes(self, seen: Sequence[Candidate]) -> Iterator[Candidate]:
