@@ -105,6 +105,19 @@ def test_a_budget_of_the_command_line_may_move_values_too(known: Recordings) -> 
     assert [setting.overrides for setting in found] == [MOVES, []]
 
 
+def test_a_given_table_is_estimated_as_it_is_planned(known: Recordings, tmp_path: Path) -> None:
+    """A search may change the strategy under it, and the best strategies count, as with any other policy."""
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps(make_plan(compose.compose_run([*TIGHT, *MOVES]).run, recordings=known).table))
+    words = [*TIGHT, *MOVES, f"checkpointing.table={table}"]
+    cfg = compose.compose_run(words).run
+    whole, estimate = make_plan(cfg, recordings=known), Screen(known).estimate(cfg)
+    assert estimate.plan.peak_bytes == whole.plan.peak_bytes and estimate.time == whole.time
+    assert estimate.simulation.moved_bytes > 0
+    pinned = {"checkpointing", "train.loss", "train.micro_batch_size"}
+    assert len(Search(words, cfg, known).fastest(2, pinned=pinned)) == 2
+
+
 def test_moves_that_promised_more_than_they_keep_do_not_push_out_what_is_faster(
     known: Recordings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

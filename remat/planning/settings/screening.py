@@ -44,8 +44,12 @@ class Screen:
         decided = replace(decided, decisions=tiling.with_count(decided.decisions, SLICES))
         if decided.stages is not None:
             return plan.make_plan(cfg, decided=decided, recordings=self._recordings)
-        if budget.is_open(decided.decisions) and cfg.checkpointing.table is None:
-            return self._with_tables(cfg, decided)
+        if budget.is_open(decided.decisions):
+            if cfg.checkpointing.table is None:
+                return self._with_tables(cfg, decided)
+            graphs = self._recordings.get(cfg, decided).graphs
+            given = budget.read_given(cfg.checkpointing, decided.decisions, graphs)
+            decided = replace(decided, decisions=given)
         simulation, _ = self._simulate(cfg, decided)
         return plan.estimate(cfg, decided, simulation, world_size=ranks)
 

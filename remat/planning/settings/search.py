@@ -285,12 +285,12 @@ class Search:
         return sorted(found, key=lambda setting: setting.cost)[:limit]
 
     def _is_table(self, policy: Option | None) -> bool:
-        """Return whether layers get tables with this option of `checkpointing`; None: the present one."""
+        """Return whether tables are chosen with this option of `checkpointing`; None: the present one."""
         cfg = policy.apply(self._cfg) if policy else self._cfg
-        return cfg.checkpointing.policy is Policy.budget
+        return cfg.checkpointing.policy is Policy.budget and cfg.checkpointing.table is None
 
     def _moves(self, policy: Option | None) -> bool:
-        """Return whether layers get tables, and these may move values to the host."""
+        """Return whether tables are chosen, and these may move values to the host."""
         cfg = policy.apply(self._cfg) if policy else self._cfg
         return self._is_table(policy) and cfg.checkpointing.offload.enabled
 
