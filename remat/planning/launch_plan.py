@@ -42,7 +42,7 @@ from remat.planning.plan import (
 from remat.planning.preflight import DoesNotFit, Needs, Row
 from remat.planning.settings import search
 from remat.planning.strategy import Strategy
-from remat.saving import nvme, swap_room
+from remat.saving import manifest, nvme, swap_room
 
 CHOSEN = "strategy.json"  # in the run directory: the overrides that strategy=auto added
 BEST_SHOWN = 3
@@ -217,8 +217,15 @@ def _told(overrides: Sequence[str]) -> str:
 
 def _chosen_before(cfg: RunConfig) -> Path | None:
     """Return the file of the run to resume with the settings that strategy=auto chose for it."""
-    found = (run / CHOSEN for run in _runs_to_resume(cfg))
-    return max((path for path in found if path.is_file()), key=lambda path: path.stat().st_mtime, default=None)
+    run = max(_runs_to_resume(cfg), key=_last_used, default=None)
+    return run / CHOSEN if run is not None and (run / CHOSEN).is_file() else None
+
+
+def _last_used(run: Path) -> tuple[str, float]:
+    """Return the sort key of runs, as `saving/load.py` has it: when one last saved; without a state, when it began."""
+    states, _ = manifest.list_states(run)
+    file = run / CHOSEN
+    return states[0].info.created if states else "", file.stat().st_mtime if file.is_file() else 0.0
 
 
 def _this_node(cfg: RunConfig, world: World, *, writes_nvme: bool) -> Machine:

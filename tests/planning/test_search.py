@@ -22,6 +22,8 @@ from remat.planning.preflight import DoesNotFit
 from remat.planning.settings import choices, search
 from remat.planning.settings.screening import Screen
 from remat.planning.settings.search import Search
+from remat.saving import manifest
+from remat.saving.manifest import Manifest
 from tests.support import tiny
 
 BASE = [
@@ -254,6 +256,26 @@ def test_a_resume_takes_what_its_run_was_given(tmp_path: Path) -> None:
     ]
     assert found == [["train.micro_batch_size=1"], ["train.micro_batch_size=2"], ["train.micro_batch_size=2"]]
     assert "new/strategy.json has it" in said[0]
+
+
+def test_a_resume_takes_the_choice_of_the_run_that_it_loads(tmp_path: Path) -> None:
+    """Of the run whose state was saved last, whenever a run began; a run with given settings has no choice to take."""
+    runs = [tmp_path / "mine" / name for name in ("early", "late", "given")]
+    for minute, run in zip((30, 20, 40), runs, strict=True):
+        state = run / "saved" / "step-000001"
+        state.mkdir(parents=True)
+        created = f"2026-01-01T00:{minute}:00+00:00"
+        manifest.write(state, Manifest(1, 1, 1, 2, "bf16", "", False, created, {}, {}, {}))
+    for run, at_s in ((runs[0], 1e9), (runs[1], 1e9 + 60)):
+        (run / launch_plan.CHOSEN).write_text(json.dumps([f"deepspeed.config={run.name}"]))
+        os.utime(run / launch_plan.CHOSEN, (at_s, at_s))
+    cfg = replace(compose.compose_run(BASE).run, output_dir=str(tmp_path), name="mine", resume="auto")
+    assert launch_plan.choose_settings(cfg, one_rank(), words=BASE, note=lambda _: None) is None
+    (runs[2] / "saved").rename(tmp_path / "elsewhere")
+    words = ["recipe=tiny_zero3_offload"]
+    assert launch_plan.choose_settings(cfg, one_rank(), words=words, note=lambda _: None) == [
+        "deepspeed.config=early"
+    ]
 
 
 def test_a_resume_takes_what_its_command_line_sets(tmp_path: Path) -> None:
