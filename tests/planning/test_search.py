@@ -22,6 +22,7 @@ from remat.planning.preflight import DoesNotFit
 from remat.planning.settings import choices, search
 from remat.planning.settings.screening import Screen
 from remat.planning.settings.search import Search
+from remat.planning.simulation.types import Phase
 from remat.saving import manifest
 from remat.saving.manifest import Manifest
 from tests.support import tiny
@@ -105,6 +106,15 @@ def test_a_budget_of_the_command_line_may_move_values_too(known: Recordings) -> 
     looking = Search(words, compose.compose_run(words).run, known)
     found = looking.fastest(2, pinned={*PINNED, "train.micro_batch_size"})
     assert [setting.overrides for setting in found] == [MOVES, []]
+
+
+def test_layers_with_a_policy_of_their_own_keep_it_in_an_estimate_of_tables(known: Recordings) -> None:
+    words = [*TIGHT, *TABLES, "checkpointing.layers={0-9: full}", "hardware.gpu_memory_gib=1.35"]
+    cfg = compose.compose_run(words).run
+    whole, estimate = make_plan(cfg, recordings=known), Screen(known).estimate(cfg)
+    assert whole.simulation.flops[Phase.recompute] > 0 and whole.table is not None
+    assert estimate.time.total_s == pytest.approx(whole.time.total_s, rel=0.03)
+    assert estimate.plan.peak_bytes == pytest.approx(whole.plan.peak_bytes, rel=0.12)
 
 
 def test_a_given_table_is_estimated_as_it_is_planned(known: Recordings, tmp_path: Path) -> None:

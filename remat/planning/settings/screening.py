@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from remat.activation_checkpointing.mechanisms.budget import MECHANISM as TABLES
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, Mechanism
 from remat.config.options import OffloadConfig, RunConfig
 from remat.machine import gpus
@@ -61,19 +62,21 @@ class Screen:
         `mechanism` takes the place of tables that are not chosen yet.
         """
         if mechanism is not None:
-            decided = replace(
-                decided, decisions=[replace(each, mechanism=mechanism) for each in decided.decisions]
-            )
+            decisions = [
+                replace(each, mechanism=mechanism) if each.mechanism == TABLES else each
+                for each in decided.decisions
+            ]
+            decided = replace(decided, decisions=decisions)
         recording = self._recordings.get(cfg, decided)
         return recording.under(ZeroSettings.of(decided.ds, cfg.hardware.ranks)), recording.graphs
 
     def _with_tables(self, cfg: RunConfig, decided: Strategy) -> Planned:
         """Estimate the plan with tables that fill the budget, between the fewest kept bytes and keeping all.
 
-        The peak is that of keeping all, minus what the tables of all layers but one do not keep: one layer is always
-        recomputed whole. The seconds follow the frontier of each layer. Moved values are assumed to be all that the
-        link carries at no cost, and to save as many seconds as kept ones, which is a best case. Raises NoRoom if the
-        fewest bytes do not fit.
+        The peak is that of keeping all in the layers with tables, minus what the tables of all of them but one do not
+        keep: one is always recomputed whole. The seconds follow the frontier of each layer. Moved values are assumed to
+        be all that the link carries at no cost, and to save as many seconds as kept ones, which is a best case. Raises
+        NoRoom if the fewest bytes do not fit.
         """
         limit = budget.limit_bytes(cfg.checkpointing, plan.capacity_of(cfg.hardware).gpu_bytes, on_gpu=True)
         machine, ranks = gpus.machine(cfg.hardware), cfg.hardware.ranks
@@ -81,7 +84,7 @@ class Screen:
         least, graphs = self._simulate(staying, decided)
         most, _ = self._simulate(staying, decided, KEEP)
         tables = budget.Tables(graphs, machine, self._recordings.corners)
-        droppable = (len(decided.decisions) - 1) * tables.added[-1] // len(graphs)
+        droppable = (len(graphs) - 1) * tables.added[-1] // len(graphs)
 
         def at(dropped: int, moved: int = 0) -> Planned:
             share = max(0.0, 1 - (dropped - moved) / max(1, droppable))
