@@ -20,7 +20,9 @@ from remat.planning.simulation.types import Category, Moment, Phase, Simulation,
 from remat.planning.strategy import Strategy
 
 MAY_FIT_BELOW = 1.0  # bytes needed over bytes found, up to which the full plan may fit
-TABLES_MAY_FIT_BELOW = 1.08  # the same for tables, whose estimated peak is only close to that of chosen tables
+# Bytes needed over the budget, up to which tables are estimated: their peak is only close to that of chosen tables. No
+# search takes more than MAY_FIT_BELOW of the machine, so this counts where budget_gib is less than the machine has.
+TABLES_MAY_FIT_BELOW = 1.08
 LAYERS_ON_THEIR_WAY = 2  # layers whose values are still on the GPU while they are moved
 SLICES = 8  # of MLPs, if their number is not chosen yet
 SURELY_FITS_BELOW = 0.93  # share up to which the full plan fits, although its replay may find more gaps
