@@ -63,6 +63,16 @@ def test_nothing_that_fits_is_faster(known: Recordings) -> None:
     assert fits > 5
 
 
+def test_ranks_of_one_pipeline_share_their_micro_batches() -> None:
+    words = [*BASE, "hardware=4x4090", "deepspeed.config=zero1"]
+    words += ["train.global_batch_size=8", "train.micro_batch_size=1"]
+    cfg = compose.compose_run([*words, "train.pipeline_parallel_size=2"]).run
+    found = choices.same_training(words, cfg)["train.micro_batch_size"]
+    assert [option and option.words[0] for option in found] == [
+        None, "train.micro_batch_size=2", "train.micro_batch_size=4",
+    ]  # fmt: skip
+
+
 @pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize("name", choices.OUTDONE_BY_TABLES)
 def test_tables_are_at_least_as_fast_in_the_bytes_of_the_policies_that_they_replace(

@@ -163,10 +163,10 @@ def _losses(cfg: RunConfig) -> list[Option | None]:
 
 def _micro_batches(cfg: RunConfig) -> list[Option | None]:
     """Return the micro-batch sizes that divide a rank's share of the global batch, and the present size."""
-    now = cfg.train.micro_batch_size
-    shared_by = cfg.train.tensor_parallel_size * cfg.train.sequence_parallel_size
-    share = cfg.train.global_batch_size // max(1, cfg.hardware.ranks // shared_by)
-    most = max(now, LONGEST_MICRO_BATCH // cfg.train.seq_len)
+    train, now = cfg.train, cfg.train.micro_batch_size
+    shared_by = train.tensor_parallel_size * train.sequence_parallel_size * train.pipeline_parallel_size
+    share = train.global_batch_size // max(1, cfg.hardware.ranks // shared_by)
+    most = max(now, LONGEST_MICRO_BATCH // train.seq_len)
     return [
         None if size == now else _option("train.micro_batch_size", size)
         for size in range(1, min(share, most) + 1)
