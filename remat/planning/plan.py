@@ -158,7 +158,7 @@ class Plan:
         return next((v for v in (Verdict.too_large, Verdict.tight) if v in found), Verdict.fits)
 
 
-def overhead_bytes(peak_bytes: int, world_size: int, *, expandable: bool = True) -> int:
+def overhead_bytes(peak_bytes: int, world_size: int, *, expandable: bool) -> int:
     """Return the bytes on a GPU besides the tensors of the peak: the allocator's gaps, the CUDA context, NCCL."""
     return int(FRAGMENTATION[expandable] * peak_bytes) + outside_torch_bytes(world_size)
 

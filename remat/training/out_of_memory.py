@@ -239,8 +239,9 @@ def _needed(plan: LaunchPlan, place: str) -> tuple[str, int]:
     planned = plan.planned
     assert planned is not None
     if plan.device == "cpu":
-        peak = planned.plan.peak_bytes
-        return "hardware.gpu_memory_gib", peak + overhead_bytes(peak, planned.world_size)
+        peak, expandable = planned.plan.peak_bytes, planned.strategy.allocators.expandable_segments
+        overhead = overhead_bytes(peak, planned.world_size, expandable=expandable)
+        return "hardware.gpu_memory_gib", peak + overhead
     if place == "GPU":
         return "hardware.gpu_memory_gib", needed_bytes(planned, GPU_MEMORY)
     return "hardware.host_memory_gib", needed_bytes(planned, HOST_MEMORY)

@@ -15,6 +15,7 @@ from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.config.options import OnOutOfMemory, RunConfig
 from remat.config.units import GIB
 from remat.launch import retreat
+from remat.machine.allocator import Allocators
 from remat.planning.launch_plan import LaunchPlan
 from remat.planning.plan import Resource
 from remat.planning.simulation.types import Moment, Phase
@@ -29,6 +30,7 @@ def plan(**changes: Any) -> LaunchPlan:
     planned = SimpleNamespace(
         world_size=8,
         cfg=RunConfig(),
+        strategy=SimpleNamespace(allocators=Allocators(expandable_segments=True)),
         plan=SimpleNamespace(
             peak_bytes=60 * GIB,
             peak=Moment(60 * GIB, {}, Phase.backward, 17, "mm.default"),
@@ -135,10 +137,12 @@ def test_advice_is_asked_for_a_machine_without_what_was_missing(monkeypatch: pyt
         (host_error(), "hardware.host_memory_gib=160.0000"),  # 40 are missing
     ):
         assert out_of_memory.build_command(error)[-1] == option
-    on_cpus = out_of_memory.build_command(host_error(plan(device="cpu")))[-1]
-    assert (
-        on_cpus == f"hardware.gpu_memory_gib={60 * 1.06 + 1.1 - 30:.4f}"
-    )  # no less than without half of the peak
+    on_cpus = plan(device="cpu")
+    assert on_cpus.planned is not None
+    for expandable, gaps in ((True, 0.06), (False, 0.6)):  # as `remat plan` counts them
+        on_cpus.planned.strategy.allocators = Allocators(expandable_segments=expandable)  # type: ignore[misc]
+        size_gib = 60 * (1 + gaps) + 1.1 - 30  # no less than without half of the peak
+        assert out_of_memory.build_command(host_error(on_cpus))[-1] == f"hardware.gpu_memory_gib={size_gib:.4f}"
 
 
 def test_without_advice_the_command_stays(monkeypatch: pytest.MonkeyPatch) -> None:
