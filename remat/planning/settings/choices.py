@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from remat.config import compose, ds_config
+from remat.config import compose, ds_config, resumed
 from remat.config.options import (
     ConfigError,
     LossKind,
@@ -220,17 +220,14 @@ def zero_sizes() -> list[Option]:
         ("deepspeed.overrides (gathers)", {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}),
         ("deepspeed.overrides (pinning)", {"offload_optimizer": {"pin_memory": False}}),
     ]
-    return [Option(axis, tuple(_words(ZERO, values)), partial(_resize, values)) for axis, values in changes]
-
-
-def _words(prefix: str, values: dict[str, Any]) -> list[str]:
-    found = []
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found += _words(f"{prefix}.{name}", value)
-        else:
-            found.append(f"{prefix}.{name}={str(value).lower()}")
-    return found
+    return [
+        Option(
+            axis,
+            tuple(f"{name}={str(value).lower()}" for name, value in resumed.flat(values, ZERO).items()),
+            partial(_resize, values),
+        )
+        for axis, values in changes
+    ]
 
 
 def _resize(values: dict[str, Any], cfg: RunConfig) -> RunConfig:
