@@ -149,6 +149,11 @@ class Plan:
         return all(resource.fits for resource in self.resources)
 
     @property
+    def missing_bytes(self) -> dict[str, int]:
+        """Return the bytes missing of each resource that is too small."""
+        return {r.name: -r.spare_bytes for r in self.resources if r.spare_bytes is not None and not r.fits}
+
+    @property
     def process_bytes(self) -> int:
         return self.reserved_bytes + self.outside_bytes
 

@@ -103,7 +103,9 @@ def set_by(args: Sequence[str]) -> set[str]:
 
 
 def _missing(setting: Setting) -> str:
-    return ", ".join(f"{format_size(size)} of {name}" for name, size in missing_bytes(setting.planned).items())
+    return ", ".join(
+        f"{format_size(size)} of {name}" for name, size in setting.planned.plan.missing_bytes.items()
+    )
 
 
 class Search:
@@ -495,10 +497,5 @@ def setting_as_json(setting: Setting) -> dict[str, Any]:
         "unknown_times": planned.time.unknown,
         "gpu_needed_bytes": needed_bytes(planned, GPU_MEMORY),
         "host_needed_bytes": needed_bytes(planned, HOST_MEMORY),
-        "missing_bytes": missing_bytes(planned),
+        "missing_bytes": planned.plan.missing_bytes,
     }
-
-
-def missing_bytes(planned: Planned) -> dict[str, int]:
-    """Return the bytes missing of each resource that is too small."""
-    return {r.name: -r.spare_bytes for r in planned.plan.resources if r.spare_bytes is not None and not r.fits}
