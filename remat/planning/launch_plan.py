@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class LaunchPlan:
     states: list[Item]
     command: list[str]
     strategy: Strategy
-    loading: Loading | None = None  # of pretrained weights at ZeRO-3
+    loading: Loading | None = None  # how pretrained weights are read; None if none are
     folder: Path | None = None  # the run directory, once it is known
     added: Sequence[str] = ()
 
@@ -145,7 +145,7 @@ def plan_launch(
         chosen = planned.strategy if planned else strategy
         tables = budget.pack(chosen.decisions), tiling.chosen_count(chosen.decisions)
         answer = (
-            _fields_to_send(planned),
+            _to_send(planned),
             reason,
             _refusal(lines, plan),
             tables,
@@ -159,7 +159,7 @@ def plan_launch(
         raise ConfigError(reason or "checkpointing=budget: there is no plan to choose tables by")
     if tiling.is_open(decisions):
         raise ConfigError(f"{tiling.AUTO}: there is no plan to choose by ({reason}); give the number of slices")
-    planned = None if sent is None else Planned(strategy=strategy, **sent)
+    planned = sent and replace(sent, strategy=strategy)
     if reason:
         warn(f"no plan: {reason}. {WITHOUT_A_PLAN}")
     if refusal and not cfg.force:
@@ -328,13 +328,13 @@ def _planned(
     return made, None
 
 
-def _fields_to_send(planned: Planned | None) -> dict[str, Any] | None:
-    """Return the fields of a plan for other ranks, without operations (too many) and strategy (each decides it)."""
+def _to_send(planned: Planned | None) -> Planned | None:
+    """Return a plan for other ranks, without operations (too many) and strategy (each decides it)."""
     if planned is None:
         return None
-    found = {field.name: getattr(planned, field.name) for field in fields(planned) if field.name != "strategy"}
+    nothing: Any = None
     stages = [replace(stage, simulation=replace(stage.simulation, ops=[])) for stage in planned.stages]
-    return found | {"simulation": replace(planned.simulation, ops=[]), "stages": stages}
+    return replace(planned, strategy=nothing, simulation=replace(planned.simulation, ops=[]), stages=stages)
 
 
 def _as_record(planned: Planned) -> dict[str, Any]:
