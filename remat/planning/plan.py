@@ -121,9 +121,10 @@ class Plan:
     `gpu` has the bytes by category at the moment of the peak. `peak_bytes` is what torch would report as
     max_memory_allocated, `reserved_bytes` as max_memory_reserved, and `process_bytes` is what nvidia-smi would show
     for the process; the latter two are 0 without a GPU. `reserved_by_segments` has the bytes reserved in replays of
-    torch's allocator, with `expandable` and with `fixed` segments; it is empty without a replay. `resources` begins
-    with the GPU memory, if there is a GPU. `host`, `pinned` and `nvme` have the bytes by item. `states` has the model
-    states on the GPU after a backward, whenever the peak is. `peaks` has those of forward, loss, backward and update.
+    torch's allocator by kind of segments, `expandable` and `fixed`: that in effect, and without stages and curves the
+    other too; it is empty without a replay. `resources` begins with the GPU memory, if there is a GPU. `host`, `pinned`
+    and `nvme` have the bytes by item. `states` has the model states on the GPU after a backward, whenever the peak is.
+    `peaks` has those of forward, loss, backward and update.
     """
 
     gpu: Mapping[Category, int]

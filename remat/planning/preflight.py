@@ -55,7 +55,7 @@ class Needs:
 
 
 def reads_onto_device(cfg: RunConfig, device_type: str) -> bool:
-    """Return whether pretrained weights go from their files straight onto the GPU.
+    """Return whether, below ZeRO-3, pretrained weights go from their files straight onto the GPU.
 
     With tensor parallelism layers are cut on the host, and with stages layers are taken out of the whole model.
     """
