@@ -1,9 +1,14 @@
-"""Every metric of a run, by the name under which it is logged. Writers and readers import the names from here.
+"""Every metric of a run, by the name under which it is logged, and how its rows are read from the record.
 
-For a metric that each rank measures, the name holds the maximum over ranks, and `lowest(name)` the minimum.
+Writers and readers import the names from here. For a metric that each rank measures, the name holds the maximum over
+ranks, and `lowest(name)` the minimum.
 """
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 StepMetrics = dict[str, float]  # a row of metrics.jsonl, and what W&B is sent for a step
 
@@ -62,3 +67,14 @@ def lost_rows(what: str) -> str:
 def lowest(name: str) -> str:
     """Name the minimum over ranks of a metric."""
     return f"{name}_min"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file with one JSON object per line, without torn ones."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:  # the process died or the disk filled while this row was written
+            continue
+    return rows

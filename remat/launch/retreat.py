@@ -39,8 +39,8 @@ class Retreat:
 class Smaller:
     """What to plan after the kernel killed a rank: `words`, arguments of `remat plan` for a machine with less memory.
 
-    `device` is cuda or cpu. `before` are the overrides that strategy=auto added to the run in `folder`, `most` is its
-    most_retreats.
+    `device` is cuda or cpu. `before` are the overrides that strategy=auto added to this launch of the run in `folder`,
+    `most` is its most_retreats.
     """
 
     device: str
@@ -153,8 +153,10 @@ def _if_killed(file: Path) -> Path:
 def words_again(words: Sequence[str], asked: Retreat) -> list[str]:
     """Return the next launch's arguments: the last launch's, for the same run, and the overrides that need less."""
     resume = next((word for word in reversed(words) if word.startswith("resume=")), "resume=none")
-    kept = [word for word in words if not word.startswith(("resume=", "run_id=", "strategy=auto"))]
+    kept = [word for word in words if not word.startswith(("resume=", "run_id=", "strategy="))]
+    # a recipe's own strategy=auto would take the first launch's settings again
+    less = [*asked.overrides, "strategy=given"]
     if resume.partition("=")[2] not in NOT_FOLDERS:
-        return [*kept, resume, *asked.overrides]
+        return [*kept, resume, *less]
     same_run = [f"run_id={Path(asked.folder).name}"] if asked.folder else []
-    return [*kept, *asked.overrides, *same_run, "resume=auto_or_start"]
+    return [*kept, *less, *same_run, "resume=auto_or_start"]

@@ -152,8 +152,7 @@ def choose(
     the budget, TimeIsUp if nothing was found by then, ConfigError for a table that does not suit the model.
     """
     if cfg.table is not None:
-        least = plan(decisions)
-        given = _read(paths.expand(cfg.table), decisions, least.graphs, cfg.offload.dtype)
+        given = read_given(cfg, decisions, plan(decisions).graphs)
         return plan(given), given, ""
     limit = limit_bytes(cfg, gpu_bytes, on_gpu=on_gpu)
     in_time = _InTime(plan, limit, until)
@@ -164,6 +163,14 @@ def choose(
         if in_time.best is None:
             raise
         return *in_time.best, CUT_SHORT
+
+
+def read_given(
+    cfg: CheckpointingConfig, decisions: Sequence[LayerDecision], graphs: Mapping[int, Graph]
+) -> list[LayerDecision]:
+    """Return the decisions of the file checkpointing.table, for layers with these graphs. Raises ConfigError."""
+    assert cfg.table is not None
+    return _read(paths.expand(cfg.table), decisions, graphs, cfg.offload.dtype)
 
 
 class _InTime:

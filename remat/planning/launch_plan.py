@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from remat.planning.plan import (
 from remat.planning.preflight import DoesNotFit, Needs, Row
 from remat.planning.settings import search
 from remat.planning.strategy import Strategy
-from remat.saving import nvme, swap_room
+from remat.saving import manifest, nvme, swap_room
 
 CHOSEN = "strategy.json"  # in the run directory: the overrides that strategy=auto added
 BEST_SHOWN = 3
@@ -58,7 +58,8 @@ class LaunchPlan:
 
     `planned` is None when there is no plan, and `reason` says why. `states` are the model states of one rank.
     `command` is the `remat plan` command for this run on this machine. `strategy` is what the run does; with
-    checkpointing=budget it has the tables that were chosen.
+    checkpointing=budget it has the tables that were chosen. `added` are the overrides that strategy=auto added to
+    this launch.
     """
 
     device: str  # cuda or cpu: where the model computes
@@ -67,8 +68,9 @@ class LaunchPlan:
     states: list[Item]
     command: list[str]
     strategy: Strategy
-    loading: Loading | None = None  # of pretrained weights at ZeRO-3
+    loading: Loading | None = None  # how pretrained weights are read; None if none are
     folder: Path | None = None  # the run directory, once it is known
+    added: Sequence[str] = ()
 
     def record(self) -> dict[str, Any]:
         """Return the content of plan.json: the output of `remat plan --json`, and more that the ledger needs."""
@@ -111,10 +113,17 @@ class LaunchPlan:
 
 
 def plan_launch(
-    cfg: RunConfig, strategy: Strategy, world: World, *, words: Sequence[str], warn: Callable[[str], None]
+    cfg: RunConfig,
+    strategy: Strategy,
+    world: World,
+    *,
+    words: Sequence[str],
+    warn: Callable[[str], None],
+    added: Sequence[str] = (),
 ) -> LaunchPlan:
     """Plan on rank 0 and send the plan to all ranks. Collective: all ranks must call it.
 
+    `words` are the arguments of this launch, with `added`, those that strategy=auto chose.
     Raises DoesNotFit on every rank, with one message, when something is too small; with `force` that is a warning.
     """
     items = model_states(cfg, strategy, world)
@@ -136,7 +145,7 @@ def plan_launch(
         chosen = planned.strategy if planned else strategy
         tables = budget.pack(chosen.decisions), tiling.chosen_count(chosen.decisions)
         answer = (
-            _fields_to_send(planned),
+            _to_send(planned),
             reason,
             _refusal(lines, plan),
             tables,
@@ -150,7 +159,7 @@ def plan_launch(
         raise ConfigError(reason or "checkpointing=budget: there is no plan to choose tables by")
     if tiling.is_open(decisions):
         raise ConfigError(f"{tiling.AUTO}: there is no plan to choose by ({reason}); give the number of slices")
-    planned = None if sent is None else Planned(strategy=strategy, **sent)
+    planned = sent and replace(sent, strategy=strategy)
     if reason:
         warn(f"no plan: {reason}. {WITHOUT_A_PLAN}")
     if refusal and not cfg.force:
@@ -161,7 +170,7 @@ def plan_launch(
         warn(f"force=true: starting although {refusal}")
     if planned is not None and planned.plan.verdict is Verdict.tight:
         warn(f"the plan is tight: {what_decides(planned.plan)}")
-    return LaunchPlan(world.device.type, planned, reason, items, command, strategy, loading)
+    return LaunchPlan(world.device.type, planned, reason, items, command, strategy, loading, added=tuple(added))
 
 
 def choose_settings(
@@ -169,8 +178,8 @@ def choose_settings(
 ) -> list[str] | None:
     """Return the overrides that strategy=auto adds to `words`, found by rank 0. Collective.
 
-    A resume takes those of the run that it resumes. None: this machine's speed is not known, and the settings of the
-    recipe stay. Raises DoesNotFit on every rank if nothing fits.
+    A resume takes those of the run that it resumes, but for axes that `words` set. None: this machine's speed is not
+    known, and the settings of the recipe stay. Raises DoesNotFit on every rank if nothing fits.
     """
     mine = _this_node(cfg, world, writes_nvme=False)
     machine = node.smallest(distributed.gather(mine))
@@ -191,7 +200,8 @@ def choose_settings(
 def _choose(cfg: RunConfig, here: RunConfig, args: Sequence[str]) -> tuple[list[str] | None, str]:
     """Return the overrides and where they come from; None and the reason if none can be chosen."""
     if before := _chosen_before(cfg):
-        overrides = json.loads(before.read_text())
+        given = search.set_by(args)  # what the command line sets now counts
+        overrides = [word for word in json.loads(before.read_text()) if not search.set_by([word]) & given]
         return overrides, f"{_told(overrides)}, as {before} has it"
     if reason := search.explain_no_search(here):
         return None, f"{reason}. The settings of the recipe stay"
@@ -207,8 +217,15 @@ def _told(overrides: Sequence[str]) -> str:
 
 def _chosen_before(cfg: RunConfig) -> Path | None:
     """Return the file of the run to resume with the settings that strategy=auto chose for it."""
-    found = (run / CHOSEN for run in _runs_to_resume(cfg))
-    return max((path for path in found if path.is_file()), key=lambda path: path.stat().st_mtime, default=None)
+    run = max(_runs_to_resume(cfg), key=_last_used, default=None)
+    return run / CHOSEN if run is not None and (run / CHOSEN).is_file() else None
+
+
+def _last_used(run: Path) -> tuple[str, float]:
+    """Return the sort key of runs, as `saving/load.py` has it: when one last saved; without a state, when it began."""
+    states, _ = manifest.list_states(run)
+    file = run / CHOSEN
+    return states[0].info.created if states else "", file.stat().st_mtime if file.is_file() else 0.0
 
 
 def _this_node(cfg: RunConfig, world: World, *, writes_nvme: bool) -> Machine:
@@ -311,13 +328,13 @@ def _planned(
     return made, None
 
 
-def _fields_to_send(planned: Planned | None) -> dict[str, Any] | None:
-    """Return the fields of a plan for other ranks, without operations (too many) and strategy (each decides it)."""
+def _to_send(planned: Planned | None) -> Planned | None:
+    """Return a plan for other ranks, without operations (too many) and strategy (each decides it)."""
     if planned is None:
         return None
-    found = {field.name: getattr(planned, field.name) for field in fields(planned) if field.name != "strategy"}
+    nothing: Any = None
     stages = [replace(stage, simulation=replace(stage.simulation, ops=[])) for stage in planned.stages]
-    return found | {"simulation": replace(planned.simulation, ops=[]), "stages": stages}
+    return replace(planned, strategy=nothing, simulation=replace(planned.simulation, ops=[]), stages=stages)
 
 
 def _as_record(planned: Planned) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from remat.model.layers import decoder_layers
 from remat.model.own_slices import BOUNCE_BYTES, Layout, NotSliced
 from remat.planning.model_states import WEIGHTS
 from remat.planning.plan import capacity_of
-from remat.planning.preflight import flattens_on_gpu
+from remat.planning.preflight import flattens_on_gpu, reads_onto_device
 from remat.planning.step_time import RANGES
 from remat.planning.strategy import Strategy, plain_model
 
@@ -140,7 +140,7 @@ def _plan_whole(cfg: RunConfig, decided: Strategy, *, world_size: int, on_gpu: b
     has_room = gpu_bytes is None or flattens_on_gpu(
         flat_bytes=flat, weights_bytes=held, gpu_bytes=gpu_bytes, world_size=world_size
     )
-    onto_gpu = on_gpu and max(cfg.train.tensor_parallel_size, cfg.train.pipeline_parallel_size) == 1
+    onto_gpu = reads_onto_device(cfg, "cuda" if on_gpu else "cpu")
     if on_gpu:
         reading = largest if onto_gpu else whole
         host = max(reading, 0 if has_room else 2 * flat)

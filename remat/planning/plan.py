@@ -121,9 +121,10 @@ class Plan:
     `gpu` has the bytes by category at the moment of the peak. `peak_bytes` is what torch would report as
     max_memory_allocated, `reserved_bytes` as max_memory_reserved, and `process_bytes` is what nvidia-smi would show
     for the process; the latter two are 0 without a GPU. `reserved_by_segments` has the bytes reserved in replays of
-    torch's allocator, with `expandable` and with `fixed` segments; it is empty without a replay. `resources` begins
-    with the GPU memory, if there is a GPU. `host`, `pinned` and `nvme` have the bytes by item. `states` has the model
-    states on the GPU after a backward, whenever the peak is. `peaks` has those of forward, loss, backward and update.
+    torch's allocator by kind of segments, `expandable` and `fixed`: that in effect, and without stages and curves the
+    other too; it is empty without a replay. `resources` begins with the GPU memory, if there is a GPU. `host`, `pinned`
+    and `nvme` have the bytes by item. `states` has the model states on the GPU after a backward, whenever the peak is.
+    `peaks` has those of forward, loss, backward and update.
     """
 
     gpu: Mapping[Category, int]
@@ -149,6 +150,11 @@ class Plan:
         return all(resource.fits for resource in self.resources)
 
     @property
+    def missing_bytes(self) -> dict[str, int]:
+        """Return the bytes missing of each resource that is too small."""
+        return {r.name: -r.spare_bytes for r in self.resources if r.spare_bytes is not None and not r.fits}
+
+    @property
     def process_bytes(self) -> int:
         return self.reserved_bytes + self.outside_bytes
 
@@ -158,7 +164,7 @@ class Plan:
         return next((v for v in (Verdict.too_large, Verdict.tight) if v in found), Verdict.fits)
 
 
-def overhead_bytes(peak_bytes: int, world_size: int, *, expandable: bool = True) -> int:
+def overhead_bytes(peak_bytes: int, world_size: int, *, expandable: bool) -> int:
     """Return the bytes on a GPU besides the tensors of the peak: the allocator's gaps, the CUDA context, NCCL."""
     return int(FRAGMENTATION[expandable] * peak_bytes) + outside_torch_bytes(world_size)
 

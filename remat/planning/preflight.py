@@ -55,7 +55,7 @@ class Needs:
 
 
 def reads_onto_device(cfg: RunConfig, device_type: str) -> bool:
-    """Return whether pretrained weights go from their files straight onto the GPU.
+    """Return whether, below ZeRO-3, pretrained weights go from their files straight onto the GPU.
 
     With tensor parallelism layers are cut on the host, and with stages layers are taken out of the whole model.
     """
@@ -338,14 +338,16 @@ def _disk_rows(needs: Needs, machine: Machine) -> list[Row]:
 
 
 def _gpu_remedy(ds: Mapping[str, Any]) -> str:
-    """Return advice to use the next strategy that keeps less on the GPU."""
+    """Return advice to use the next strategy that keeps less on the GPU, and no less on the host."""
     stage, optimizer = ds_config.zero_stage(ds), ds_config.optimizer_offload_device(ds)
     if ds_config.param_offload_device(ds):
         return "a smaller deepspeed.overrides.zero_optimization.reduce_bucket_size, or a GPU with more memory"
     if stage < 2 and optimizer is None:
         return "choose deepspeed.config=zero2, or zero3 to shard the parameters too"
-    if stage < 3:
+    if stage < 3 and optimizer is None:
         return "choose deepspeed.config=zero3, or zero3_offload_optimizer"
+    if stage < 3:
+        return "choose deepspeed.config=zero3_offload_optimizer, or zero3_offload"
     following = "zero3_offload_optimizer" if optimizer is None else "zero3_offload"
     return f"choose deepspeed.config={following}, or use more GPUs"
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy
 
 from remat.config import command_line, compose, ds_config, resumed
-from remat.config.metrics import phase_s
+from remat.config.metrics import phase_s, read_rows
 from remat.config.options import ConfigError, HardwareConfig, Policy, RunConfig
 from remat.machine import gpus
 from remat.machine.gpus import GPU_RATES
@@ -125,7 +125,11 @@ def _read(run_dir: Path) -> _Record:
     plan = json.loads((folder / "plan.json").read_text())
     words = shlex.split(plan["command"])
     own = HardwareConfig().__dataclass_fields__
-    machine = [word for word in words if word.partition("=")[0].removeprefix("hardware.") in own]
+    machine = [
+        word
+        for word in words
+        if word.startswith("hardware.") and word.partition("=")[0].removeprefix("hardware.") in own
+    ]
     here = compose.from_command_line([command_line.override("resume", str(run_dir)), *machine]).run
     return _Record(folder, replace(cfg, hardware=here.hardware), _measured(folder), plan["device"] == "cuda")
 
@@ -140,7 +144,7 @@ def _measured(folder: Path) -> dict[str, float]:
     rows = next((file for file in files if file.is_file()), None)
     found: dict[str, float | None] = {}
     if rows is not None:
-        later = [json.loads(line) for line in rows.read_text().splitlines()][1:]
+        later = read_rows(rows)[1:]
         for phase in PHASES:
             logged = [row[phase_s(phase)] for row in later if phase_s(phase) in row]
             found[phase] = statistics.median(logged) if logged else None

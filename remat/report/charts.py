@@ -37,9 +37,9 @@ from remat.config.metrics import (
     TRAINED_TOKENS_PER_S,
     lowest,
     phase_s,
+    read_rows,
 )
 from remat.config.units import GIB
-from remat.report.tracking import read_rows
 
 BARS = {  # key -> name in the legend, colour of the theme
     "gpu_reserved_bytes": ("GPU reserved", "purple"),

@@ -26,7 +26,7 @@ from remat.planning.plan import (
 )
 from remat.planning.retune import Retuned
 from remat.planning.settings.ladder import Rung
-from remat.planning.settings.search import Advice, Setting, missing_bytes
+from remat.planning.settings.search import Advice, Setting
 from remat.planning.settings.sharding import Way
 from remat.planning.simulation.types import PEAKS, Category
 from remat.planning.step_time import NETWORK, StepTime
@@ -264,7 +264,7 @@ def show_ways(ways: Sequence[Way], console: Console) -> None:
     table.add_column("")
     for way in ways:
         planned = way.setting.planned
-        lacks = [f"{name} lacks {size / GIB:.1f} GiB" for name, size in missing_bytes(planned).items()]
+        lacks = [f"{name} lacks {size / GIB:.1f} GiB" for name, size in planned.plan.missing_bytes.items()]
         table.add_row(
             way.name,
             _seconds(planned.time.total_s) if way.is_timed else "not known",
@@ -353,7 +353,7 @@ def _show_change(change: Setting, planned: Planned, console: Console) -> None:
         seconds = f"{time.between[0]:.3g} to {time.between[1]:.3g} s"
     if before.tokens_per_s and time.tokens_per_s and not (time.unknown or before.unknown):
         seconds += f", {time.tokens_per_s:,.0f} tokens/s ({time.tokens_per_s / before.tokens_per_s - 1:+.0%})"
-    missing = [f"{name} lacks {size / GIB:.1f} GiB" for name, size in missing_bytes(change.planned).items()]
+    missing = [f"{name} lacks {size / GIB:.1f} GiB" for name, size in change.planned.plan.missing_bytes.items()]
     needs = ", ".join(f"{r.name} {r.needed_bytes / GIB:.1f} GiB" for r in change.planned.plan.resources)
     console.print(f"      step {seconds}; {needs}", soft_wrap=True)
     if missing:
@@ -379,7 +379,7 @@ def show_sweep(points: Sequence[Point], console: Console) -> None:
             continue
         time = point.planned.time
         marks = "~" if time.unknown else ""
-        missing = missing_bytes(point.planned)
+        missing = point.planned.plan.missing_bytes
         lacks = ", ".join(f"{name.split()[0]} lacks {size / GIB:.1f}" for name, size in missing.items())
         ending = lacks or ("fits, Pareto front" if point.on_pareto_front else "fits")
         if point.planned.plan.verdict is Verdict.tight:

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from remat.config import paths
+from remat.config.metrics import read_rows
 from remat.config.options import ConfigError
 from remat.config.redact import redact
 from remat.launch import exit_codes, retreat
 from remat.machine import distributed
 from remat.machine.allocator import VARIABLES
 from remat.machine.owner_lock import STALE_S, Holder, OwnerLock, holder_of
-from remat.report.tracking import read_rows
 
 OWNER = "owner.json"  # in the run directory, while a launch owns it
 

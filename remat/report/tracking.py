@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from remat.config.metrics import read_rows
 from remat.config.options import TrackingConfig, WandbMode
 from remat.config.redact import redact, redact_text
 
@@ -163,17 +164,6 @@ def _module() -> Any:
     import wandb
 
     return wandb
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file with one JSON object per line, without torn ones."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:  # the process died or the disk filled while this row was written
-            continue
-    return rows
 
 
 class _View(threading.Thread):

@@ -254,7 +254,9 @@ def _build(
     cfg, strategy = _with_format(asked.run, strategy, looked)
     profiling.check(cfg.profile, world.device)
     snapshots = Snapshots(world.device)
-    plan = launch_plan.plan_launch(cfg, strategy, world, words=asked.words, warn=console.warning)
+    plan = launch_plan.plan_launch(
+        cfg, strategy, world, words=asked.words, warn=console.warning, added=chosen or ()
+    )
     strategy, hf_config = plan.strategy, hf_model.load_config(cfg.model)
     watchdog.enter("load")  # every file of a saved state is read
     checking = LoadingProgress(console.note, lambda: watchdog.enter("load"), CHECKING)

@@ -7,7 +7,6 @@ separate process plans them after the run has failed.
 from __future__ import annotations
 
 import gc
-import json
 import re
 import shlex
 import sys
@@ -16,7 +15,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -30,7 +28,7 @@ from remat.launch import retreat
 from remat.launch.retreat import Smaller
 from remat.machine import distributed
 from remat.machine.host_memory import host_memory
-from remat.planning.launch_plan import CHOSEN, LaunchPlan
+from remat.planning.launch_plan import LaunchPlan
 from remat.planning.plan import GPU_MEMORY, HOST_MEMORY, needed_bytes, overhead_bytes
 
 ADVICE_S = 120  # time limit of planning the advice
@@ -175,13 +173,7 @@ def _ask_for_retreat(error: OutOfMemory) -> tuple[bool, str]:
 def _on_smaller(plan: LaunchPlan, place: str, missing_bytes: int, most: int) -> Smaller:
     folder = None if plan.folder is None else str(plan.folder)
     words = _smaller(plan, place, missing_bytes)[2:]
-    return Smaller(plan.device, words, _chosen_by_plan(plan.folder), folder, most)
-
-
-def _chosen_by_plan(folder: Path | None) -> list[str]:
-    """Return the overrides that strategy=auto added to this run."""
-    file = None if folder is None else folder / CHOSEN
-    return [] if file is None or not file.exists() else list(json.loads(file.read_text()))
+    return Smaller(plan.device, words, list(plan.added), folder, most)
 
 
 def compose_message(error: OutOfMemory, advice: list[dict[str, Any]]) -> str:
@@ -241,8 +233,9 @@ def _needed(plan: LaunchPlan, place: str) -> tuple[str, int]:
     planned = plan.planned
     assert planned is not None
     if plan.device == "cpu":
-        peak = planned.plan.peak_bytes
-        return "hardware.gpu_memory_gib", peak + overhead_bytes(peak, planned.world_size)
+        peak, expandable = planned.plan.peak_bytes, planned.strategy.allocators.expandable_segments
+        overhead = overhead_bytes(peak, planned.world_size, expandable=expandable)
+        return "hardware.gpu_memory_gib", peak + overhead
     if place == "GPU":
         return "hardware.gpu_memory_gib", needed_bytes(planned, GPU_MEMORY)
     return "hardware.host_memory_gib", needed_bytes(planned, HOST_MEMORY)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from remat.config.options import ConfigError, OnOutOfMemory, RunConfig
+from remat.config import compose
+from remat.config.options import ConfigError, OnOutOfMemory, RunConfig, StrategyChoice
 from remat.launch import arguments, retreat, supervisor
 from remat.launch.retreat import FILE, NUMBER, Retreat
 
 LESS = ["checkpointing=full"]
+GIVEN = "strategy=given"
 
 
 def test_a_run_that_nobody_would_start_again_is_refused() -> None:
@@ -27,10 +29,11 @@ def test_a_run_that_nobody_would_start_again_is_refused() -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ([], ["checkpointing=full", "run_id=r1", "resume=auto_or_start"]),
-        (["resume=auto", "run_id=old"], ["checkpointing=full", "run_id=r1", "resume=auto_or_start"]),
-        (["strategy=auto"], ["checkpointing=full", "run_id=r1", "resume=auto_or_start"]),
-        (["resume=outputs/a/r1"], ["resume=outputs/a/r1", "checkpointing=full"]),
+        ([], [*LESS, GIVEN, "run_id=r1", "resume=auto_or_start"]),
+        (["resume=auto", "run_id=old"], [*LESS, GIVEN, "run_id=r1", "resume=auto_or_start"]),
+        (["strategy=auto"], [*LESS, GIVEN, "run_id=r1", "resume=auto_or_start"]),
+        ([*LESS, GIVEN], [*LESS, *LESS, GIVEN, "run_id=r1", "resume=auto_or_start"]),
+        (["resume=outputs/a/r1"], ["resume=outputs/a/r1", *LESS, GIVEN]),
     ],
 )
 def test_the_next_launch_goes_on_in_the_same_run(before: list[str], after: list[str]) -> None:
@@ -39,7 +42,20 @@ def test_the_next_launch_goes_on_in_the_same_run(before: list[str], after: list[
 
 
 def test_before_there_is_a_run_it_is_started_anew() -> None:
-    assert retreat.words_again(["recipe=a"], Retreat(LESS, "")) == ["recipe=a", *LESS, "resume=auto_or_start"]
+    assert retreat.words_again(["recipe=a"], Retreat(LESS, "")) == [
+        "recipe=a",
+        *LESS,
+        GIVEN,
+        "resume=auto_or_start",
+    ]
+
+
+def test_a_recipe_that_has_its_settings_chosen_keeps_those_that_need_less(tmp_path: Path) -> None:
+    """A search, or a resume, would take the first launch's settings again."""
+    words = ["recipe=finetune", f"model.path={tmp_path}", f"data.path={tmp_path}"]
+    assert compose.compose_run(words).run.strategy is StrategyChoice.auto
+    again = retreat.words_again(words, Retreat(LESS, "out of memory", "outputs/a/r1"))
+    assert compose.compose_run(again).run.strategy is StrategyChoice.given
 
 
 class Launches:
@@ -71,7 +87,7 @@ def test_a_run_that_asks_is_started_again_until_it_ends(
     launches = Launches(monkeypatch, (70, True, False), (70, True, False), (0, False, False))
     assert supervisor.launch(replace(WORDS, log_dir=tmp_path)) == 0
     words, told, logs = zip(*launches.seen, strict=True)
-    assert words[0] == ["recipe=a"] and words[1][-3:] == [*LESS, "run_id=r1", "resume=auto_or_start"]
+    assert words[0] == ["recipe=a"] and words[1][-4:] == [*LESS, GIVEN, "run_id=r1", "resume=auto_or_start"]
     assert [each[NUMBER] for each in told] == ["0", "1", "2"]
     assert logs == (tmp_path, tmp_path / "retreat-1", tmp_path / "retreat-2")
     assert "starting the run again with less memory, checkpointing=full: out of GPU memory" in "".join(
@@ -103,7 +119,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_asked_for(
     launches = Launches(monkeypatch, *[(137, "killed", False)] * 3)
     assert supervisor.launch(replace(WORDS, log_dir=tmp_path)) == 137
     assert seen == [(["recipe=a"], "rank 1 was killed")] * 2 and len(launches.seen) == 3
-    assert launches.seen[1][0][-3:] == [*LESS, "run_id=r1", "resume=auto_or_start"]
+    assert launches.seen[1][0][-4:] == [*LESS, GIVEN, "run_id=r1", "resume=auto_or_start"]
     said = "".join(capfd.readouterr())
     assert said.count("starting the run again with less memory, checkpointing=full: rank 1 was killed") == 2
     assert "no retreat: this run was started again 2 times already (most_retreats=2)" in said

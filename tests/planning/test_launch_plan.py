@@ -26,12 +26,14 @@ def launched(tmp_path: Path) -> tuple[launch_plan.LaunchPlan, list[str]]:
     cfg = compose.compose_run([*SMALL, f"output_dir={tmp_path}"]).run
     warnings: list[str] = []
     decided = strategy.decide(cfg, world_size=1, can_pin=False)
-    return launch_plan.plan_launch(cfg, decided, WORLD, words=SMALL, warn=warnings.append), warnings
+    made = launch_plan.plan_launch(cfg, decided, WORLD, words=SMALL, warn=warnings.append, added=SMALL[1:2])
+    return made, warnings
 
 
 def test_a_launch_with_a_plan_warns_of_nothing(tmp_path: Path) -> None:
     plan, warnings = launched(tmp_path)
     assert plan.planned is not None and plan.reason is None and warnings == []
+    assert plan.added == tuple(SMALL[1:2])
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,26 @@ def test_a_remedy_that_needs_what_is_not_there_says_how_much(known: Recordings) 
     assert f"{needed / units.GIB:.1f} GiB of {HOST_MEMORY}, 2.5 are there" in found.text
 
 
+def test_a_remedy_is_held_to_what_was_missing(known: Recordings) -> None:
+    """Layer inputs fill the host. A smaller micro-batch moves fewer; the loss is on the GPU, which has room."""
+    layers = "model.architecture.num_hidden_layers=16"
+    words = [
+        *tiny.ON_A_4090,
+        layers,
+        "checkpointing=offload",
+        "train.loss=full",
+        "hardware.host_memory_gib=2.51",
+    ]
+    before, screen = plan(words, known), Screen(known)
+    smaller, chunked = (remedies._try(each, words, before, screen) for each in remedies.REMEDIES[1:3])
+    assert smaller.missing_bytes.keys() == chunked.missing_bytes.keys() == {HOST_MEMORY}
+    now, then = (
+        needed_bytes(plan([*words, *more], known), HOST_MEMORY) / units.GIB for more in ([], smaller.overrides)
+    )
+    assert smaller.text.startswith(f"not enough: {HOST_MEMORY} {now:.1f} -> {then:.1f} GiB, needs ")
+    assert chunked.text.startswith(f"does not help: needs {now:.1f} GiB of {HOST_MEMORY}")
+
+
 def test_adapters_and_smaller_states_are_looked_at_with_offload_where_they_are_not_enough(
     known: Recordings,
 ) -> None:

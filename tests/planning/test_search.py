@@ -22,6 +22,9 @@ from remat.planning.preflight import DoesNotFit
 from remat.planning.settings import choices, search
 from remat.planning.settings.screening import Screen
 from remat.planning.settings.search import Search
+from remat.planning.simulation.types import Phase
+from remat.saving import manifest
+from remat.saving.manifest import Manifest
 from tests.support import tiny
 
 BASE = [
@@ -58,6 +61,16 @@ def test_nothing_that_fits_is_faster(known: Recordings) -> None:
         if planned.plan.fits:
             assert planned.time.total_s >= (1 - search.SAME_TIME) * best.planned.time.total_s
     assert fits > 5
+
+
+def test_ranks_of_one_pipeline_share_their_micro_batches() -> None:
+    words = [*BASE, "hardware=4x4090", "deepspeed.config=zero1"]
+    words += ["train.global_batch_size=8", "train.micro_batch_size=1"]
+    cfg = compose.compose_run([*words, "train.pipeline_parallel_size=2"]).run
+    found = choices.same_training(words, cfg)["train.micro_batch_size"]
+    assert [option and option.words[0] for option in found] == [
+        None, "train.micro_batch_size=2", "train.micro_batch_size=4",
+    ]  # fmt: skip
 
 
 @pytest.mark.sample(one_in=2)
@@ -97,6 +110,36 @@ def test_a_search_finds_tables_that_move_values_and_those_that_do_not(known: Rec
         assert estimate.plan.peak_bytes == pytest.approx(setting.planned.plan.peak_bytes, rel=0.12)
 
 
+def test_a_budget_of_the_command_line_may_move_values_too(known: Recordings) -> None:
+    """No run with a budget in GiB keeps everything: what it keeps says nothing about what moves would save."""
+    words = [*TIGHT, "hardware.gpu_memory_gib=23.5", *TABLES, "checkpointing.budget_gib=1.5"]
+    looking = Search(words, compose.compose_run(words).run, known)
+    found = looking.fastest(2, pinned={*PINNED, "train.micro_batch_size"})
+    assert [setting.overrides for setting in found] == [MOVES, []]
+
+
+def test_layers_with_a_policy_of_their_own_keep_it_in_an_estimate_of_tables(known: Recordings) -> None:
+    words = [*TIGHT, *TABLES, "checkpointing.layers={0-9: full}", "hardware.gpu_memory_gib=1.35"]
+    cfg = compose.compose_run(words).run
+    whole, estimate = make_plan(cfg, recordings=known), Screen(known).estimate(cfg)
+    assert whole.simulation.flops[Phase.recompute] > 0 and whole.table is not None
+    assert estimate.time.total_s == pytest.approx(whole.time.total_s, rel=0.03)
+    assert estimate.plan.peak_bytes == pytest.approx(whole.plan.peak_bytes, rel=0.12)
+
+
+def test_a_given_table_is_estimated_as_it_is_planned(known: Recordings, tmp_path: Path) -> None:
+    """A search may change the strategy under it, and the best strategies count, as with any other policy."""
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps(make_plan(compose.compose_run([*TIGHT, *MOVES]).run, recordings=known).table))
+    words = [*TIGHT, *MOVES, f"checkpointing.table={table}"]
+    cfg = compose.compose_run(words).run
+    whole, estimate = make_plan(cfg, recordings=known), Screen(known).estimate(cfg)
+    assert estimate.plan.peak_bytes == whole.plan.peak_bytes and estimate.time == whole.time
+    assert estimate.simulation.moved_bytes > 0
+    pinned = {"checkpointing", "train.loss", "train.micro_batch_size"}
+    assert len(Search(words, cfg, known).fastest(2, pinned=pinned)) == 2
+
+
 def test_moves_that_promised_more_than_they_keep_do_not_push_out_what_is_faster(
     known: Recordings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +148,16 @@ def test_moves_that_promised_more_than_they_keep_do_not_push_out_what_is_faster(
     pinned = {*PINNED, "train.micro_batch_size"}
     (best,) = Search(words, compose.compose_run(words).run, known).fastest(1, pinned=pinned)
     assert best.planned.simulation.moved_bytes == 0
+
+
+def test_model_states_that_do_not_fit_rule_out_no_tables_that_do(known: Recordings) -> None:
+    """The bound of such a strategy has no computation: no step is as short."""
+    wide = ["hidden_size=960", "intermediate_size=4096", "num_hidden_layers=6"]
+    words = [*BASE, *(f"model.architecture.{size}" for size in wide), "checkpointing=budget"]
+    words += ["train.seq_len=512", "hardware.gpu_memory_gib=1.5"]
+    pinned = {"checkpointing", "train.loss", "train.micro_batch_size"}
+    (best,) = Search(words, compose.compose_run(words).run, known).fastest(1, pinned=pinned)
+    assert best.planned.plan.fits and "offload" in best.overrides[0]
 
 
 def test_mlps_are_sliced_where_nothing_else_fits(known: Recordings) -> None:
@@ -226,3 +279,36 @@ def test_a_resume_takes_what_its_run_was_given(tmp_path: Path) -> None:
     ]
     assert found == [["train.micro_batch_size=1"], ["train.micro_batch_size=2"], ["train.micro_batch_size=2"]]
     assert "new/strategy.json has it" in said[0]
+
+
+def test_a_resume_takes_the_choice_of_the_run_that_it_loads(tmp_path: Path) -> None:
+    """Of the run whose state was saved last, whenever a run began; a run with given settings has no choice to take."""
+    runs = [tmp_path / "mine" / name for name in ("early", "late", "given")]
+    for minute, run in zip((30, 20, 40), runs, strict=True):
+        state = run / "saved" / "step-000001"
+        state.mkdir(parents=True)
+        created = f"2026-01-01T00:{minute}:00+00:00"
+        manifest.write(state, Manifest(1, 1, 1, 2, "bf16", "", False, created, {}, {}, {}))
+    for run, at_s in ((runs[0], 1e9), (runs[1], 1e9 + 60)):
+        (run / launch_plan.CHOSEN).write_text(json.dumps([f"deepspeed.config={run.name}"]))
+        os.utime(run / launch_plan.CHOSEN, (at_s, at_s))
+    cfg = replace(compose.compose_run(BASE).run, output_dir=str(tmp_path), name="mine", resume="auto")
+    assert launch_plan.choose_settings(cfg, one_rank(), words=BASE, note=lambda _: None) is None
+    (runs[2] / "saved").rename(tmp_path / "elsewhere")
+    words = ["recipe=tiny_zero3_offload"]
+    assert launch_plan.choose_settings(cfg, one_rank(), words=words, note=lambda _: None) == [
+        "deepspeed.config=early"
+    ]
+
+
+def test_a_resume_takes_what_its_command_line_sets(tmp_path: Path) -> None:
+    cfg = compose.compose_run([*BASE, f"output_dir={tmp_path}", "resume=auto"]).run
+    file = tmp_path / cfg.name / "mine" / launch_plan.CHOSEN
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(["train.micro_batch_size=8", *MOVES]))
+    for word, left in (
+        ("train.micro_batch_size=1", MOVES),
+        ("checkpointing=full", ["train.micro_batch_size=8"]),
+    ):
+        words = ["recipe=tiny_zero3_offload", word]
+        assert launch_plan.choose_settings(cfg, one_rank(), words=words, note=lambda _: None) == left

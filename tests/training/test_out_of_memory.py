@@ -15,6 +15,7 @@ from remat.activation_checkpointing.mechanisms.counters import Scope
 from remat.config.options import OnOutOfMemory, RunConfig
 from remat.config.units import GIB
 from remat.launch import retreat
+from remat.machine.allocator import Allocators
 from remat.parallel.pipeline_parallel import Stages
 from remat.planning.launch_plan import LaunchPlan
 from remat.planning.plan import Resource
@@ -30,6 +31,7 @@ def plan(**changes: Any) -> LaunchPlan:
     planned = SimpleNamespace(
         world_size=8,
         cfg=RunConfig(),
+        strategy=SimpleNamespace(allocators=Allocators(expandable_segments=True)),
         plan=SimpleNamespace(
             peak_bytes=60 * GIB,
             peak=Moment(60 * GIB, {}, Phase.backward, 17, "mm.default"),
@@ -152,10 +154,12 @@ def test_advice_is_asked_for_a_machine_without_what_was_missing(monkeypatch: pyt
         (host_error(), "hardware.host_memory_gib=160.0000"),  # 40 are missing
     ):
         assert out_of_memory.build_command(error)[-1] == option
-    on_cpus = out_of_memory.build_command(host_error(plan(device="cpu")))[-1]
-    assert (
-        on_cpus == f"hardware.gpu_memory_gib={60 * 1.06 + 1.1 - 30:.4f}"
-    )  # no less than without half of the peak
+    on_cpus = plan(device="cpu")
+    assert on_cpus.planned is not None
+    for expandable, gaps in ((True, 0.06), (False, 0.6)):  # as `remat plan` counts them
+        on_cpus.planned.strategy.allocators = Allocators(expandable_segments=expandable)  # type: ignore[misc]
+        size_gib = 60 * (1 + gaps) + 1.1 - 30  # no less than without half of the peak
+        assert out_of_memory.build_command(host_error(on_cpus))[-1] == f"hardware.gpu_memory_gib={size_gib:.4f}"
 
 
 def test_without_advice_the_command_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +253,29 @@ def test_advice_is_for_a_run_that_does_not_go_on(
     assert said in capsys.readouterr().err
     assert bool(asked) is advised
     assert (retreat.take(tmp_path / "retreat.json") is None) is advised
+
+
+def test_a_retreat_is_on_top_of_what_was_chosen_for_its_own_launch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Later launches have the first one's choice in their words: the first retreat's settings must come after it.
+
+    A first launch may be killed before it has written strategy.json.
+    """
+    file = tmp_path / "retreat.json"
+    monkeypatch.setenv(retreat.FILE, str(file))
+    chosen, planned = ["train.micro_batch_size=8"], []
+    monkeypatch.setattr(retreat, "choose", lambda run, why: planned.append(run.before))
+    for number, of_launch in enumerate((chosen, [])):
+        monkeypatch.setenv(retreat.NUMBER, str(number))
+        launch = plan(folder=tmp_path, added=of_launch)
+        assert launch.planned is not None
+        launch.planned.cfg = RunConfig(on_out_of_memory=OnOutOfMemory.retreat)  # type: ignore[misc]
+        out_of_memory.prepare_for_kill(launch.planned.cfg, launch)
+        retreat.after_kill(file, "killed", number, lambda _: None)
+        out_of_memory._ask_for_retreat(gpu_error(launch))
+        (tmp_path / "strategy.json").write_text(json.dumps(chosen))
+    assert planned == [chosen, chosen, [], []]
 
 
 def test_a_store_that_has_left_does_not_hide_the_report(monkeypatch: pytest.MonkeyPatch) -> None:

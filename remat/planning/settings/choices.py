@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from remat.config import compose, ds_config
+from remat.config import compose, ds_config, resumed
 from remat.config.options import (
     ConfigError,
     LossKind,
@@ -68,12 +68,15 @@ def saving_most(axes: Mapping[str, list[Option | None]]) -> dict[str, list[Optio
     }
 
 
-def keep_everything(args: Sequence[str], cfg: RunConfig) -> Option | None:
-    """Return the change to a run that recomputes and offloads nothing; None if `cfg` is one, or `args` exclude it."""
+def keep_everything(args: Sequence[str], cfg: RunConfig) -> tuple[Option, ...] | None:
+    """Return the change to a run that recomputes and offloads nothing: none, (), if `cfg` is one.
+
+    None: `args` set an option of checkpointing that such a run does not read.
+    """
     words = ("checkpointing=none",)
     with contextlib.suppress(ConfigError):
         chosen = composed(args, words).checkpointing
-        return None if chosen == cfg.checkpointing else _section("checkpointing", words, chosen)
+        return () if chosen == cfg.checkpointing else (_section("checkpointing", words, chosen),)
     return None
 
 
@@ -160,10 +163,10 @@ def _losses(cfg: RunConfig) -> list[Option | None]:
 
 def _micro_batches(cfg: RunConfig) -> list[Option | None]:
     """Return the micro-batch sizes that divide a rank's share of the global batch, and the present size."""
-    now = cfg.train.micro_batch_size
-    shared_by = cfg.train.tensor_parallel_size * cfg.train.sequence_parallel_size
-    share = cfg.train.global_batch_size // max(1, cfg.hardware.ranks // shared_by)
-    most = max(now, LONGEST_MICRO_BATCH // cfg.train.seq_len)
+    train, now = cfg.train, cfg.train.micro_batch_size
+    shared_by = train.tensor_parallel_size * train.sequence_parallel_size * train.pipeline_parallel_size
+    share = train.global_batch_size // max(1, cfg.hardware.ranks // shared_by)
+    most = max(now, LONGEST_MICRO_BATCH // train.seq_len)
     return [
         None if size == now else _option("train.micro_batch_size", size)
         for size in range(1, min(share, most) + 1)
@@ -217,17 +220,14 @@ def zero_sizes() -> list[Option]:
         ("deepspeed.overrides (gathers)", {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}),
         ("deepspeed.overrides (pinning)", {"offload_optimizer": {"pin_memory": False}}),
     ]
-    return [Option(axis, tuple(_words(ZERO, values)), partial(_resize, values)) for axis, values in changes]
-
-
-def _words(prefix: str, values: dict[str, Any]) -> list[str]:
-    found = []
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found += _words(f"{prefix}.{name}", value)
-        else:
-            found.append(f"{prefix}.{name}={str(value).lower()}")
-    return found
+    return [
+        Option(
+            axis,
+            tuple(f"{name}={str(value).lower()}" for name, value in resumed.flat(values, ZERO).items()),
+            partial(_resize, values),
+        )
+        for axis, values in changes
+    ]
 
 
 def _resize(values: dict[str, Any], cfg: RunConfig) -> RunConfig:

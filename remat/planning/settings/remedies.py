@@ -171,7 +171,7 @@ def _try_with(
     if not short:
         return _say(remedy, both, f"with {together} it {_fits(after)}", fits=True)
     text = f"not enough, even with {together}: needs {_all_needs(short, after)}"
-    return _say(remedy, both, text, missing=_missing(short))
+    return _say(remedy, both, text, missing=after.plan.missing_bytes)
 
 
 def _same(one: RunConfig, other: RunConfig) -> bool:
@@ -180,24 +180,23 @@ def _same(one: RunConfig, other: RunConfig) -> bool:
 
 
 def _judge(remedy: Remedy, overrides: list[str], before: Planned, after: Planned) -> Found:
-    """Compare `after`, the estimate of the run with the remedy, with `before`, its plan without."""
+    """Compare `after`, the estimate of the run with the remedy, with `before`, its plan without.
+
+    A remedy helps if it needs less of a resource that `before` is short of.
+    """
     short = _short(after)
-    now, then = needed_bytes(before, GPU_MEMORY) / GIB, needed_bytes(after, GPU_MEMORY) / GIB
+    changes = [(r.name, r.needed_bytes / GIB, needed_bytes(after, r.name) / GIB) for r in _short(before)]
     if not short:
         return _say(remedy, overrides, _fits(after), fits=True)
     needs, is_whole = _all_needs(short, after), after.simulation is not NO_ACTIVATIONS
-    if is_whole and then > SHRINKS_BELOW * now:
-        return _say(remedy, overrides, f"does not help: needs {needs}", missing=_missing(short))
-    gives = f"GPU memory {now:.1f} -> {then:.1f} GiB, " if is_whole else ""
-    return _say(remedy, overrides, f"not enough: {gives}needs {needs}", missing=_missing(short))
+    if is_whole and all(then > SHRINKS_BELOW * now for _, now, then in changes):
+        return _say(remedy, overrides, f"does not help: needs {needs}", missing=after.plan.missing_bytes)
+    gives = "".join(f"{name} {now:.1f} -> {then:.1f} GiB, " for name, now, then in changes if is_whole)
+    return _say(remedy, overrides, f"not enough: {gives}needs {needs}", missing=after.plan.missing_bytes)
 
 
 def _short(planned: Planned) -> list[Resource]:
     return [r for r in planned.plan.resources if not r.fits and r.found_bytes is not None]
-
-
-def _missing(short: Sequence[Resource]) -> dict[str, int]:
-    return {r.name: r.needed_bytes - (r.found_bytes or 0) for r in short}
 
 
 def _fits(after: Planned) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from remat.activation_checkpointing.mechanisms.budget import MECHANISM as TABLES
 from remat.activation_checkpointing.mechanisms.mechanism import KEEP, Mechanism
 from remat.config.options import OffloadConfig, RunConfig
 from remat.machine import gpus
@@ -19,7 +20,9 @@ from remat.planning.simulation.types import Category, Moment, Phase, Simulation,
 from remat.planning.strategy import Strategy
 
 MAY_FIT_BELOW = 1.0  # bytes needed over bytes found, up to which the full plan may fit
-TABLES_MAY_FIT_BELOW = 1.08  # the same for tables, whose estimated peak is only close to that of chosen tables
+# Bytes needed over the budget, up to which tables are estimated: their peak is only close to that of chosen tables. No
+# search takes more than MAY_FIT_BELOW of the machine, so this counts where budget_gib is less than the machine has.
+TABLES_MAY_FIT_BELOW = 1.08
 LAYERS_ON_THEIR_WAY = 2  # layers whose values are still on the GPU while they are moved
 SLICES = 8  # of MLPs, if their number is not chosen yet
 SURELY_FITS_BELOW = 0.93  # share up to which the full plan fits, although its replay may find more gaps
@@ -44,8 +47,12 @@ class Screen:
         decided = replace(decided, decisions=tiling.with_count(decided.decisions, SLICES))
         if decided.stages is not None:
             return plan.make_plan(cfg, decided=decided, recordings=self._recordings)
-        if budget.is_open(decided.decisions) and cfg.checkpointing.table is None:
-            return self._with_tables(cfg, decided)
+        if budget.is_open(decided.decisions):
+            if cfg.checkpointing.table is None:
+                return self._with_tables(cfg, decided)
+            graphs = self._recordings.get(cfg, decided).graphs
+            given = budget.read_given(cfg.checkpointing, decided.decisions, graphs)
+            decided = replace(decided, decisions=given)
         simulation, _ = self._simulate(cfg, decided)
         return plan.estimate(cfg, decided, simulation, world_size=ranks)
 
@@ -57,19 +64,21 @@ class Screen:
         `mechanism` takes the place of tables that are not chosen yet.
         """
         if mechanism is not None:
-            decided = replace(
-                decided, decisions=[replace(each, mechanism=mechanism) for each in decided.decisions]
-            )
+            decisions = [
+                replace(each, mechanism=mechanism) if each.mechanism == TABLES else each
+                for each in decided.decisions
+            ]
+            decided = replace(decided, decisions=decisions)
         recording = self._recordings.get(cfg, decided)
         return recording.under(ZeroSettings.of(decided.ds, cfg.hardware.ranks)), recording.graphs
 
     def _with_tables(self, cfg: RunConfig, decided: Strategy) -> Planned:
         """Estimate the plan with tables that fill the budget, between the fewest kept bytes and keeping all.
 
-        The peak is that of keeping all, minus what the tables of all layers but one do not keep: one layer is always
-        recomputed whole. The seconds follow the frontier of each layer. Moved values are assumed to be all that the
-        link carries at no cost, and to save as many seconds as kept ones, which is a best case. Raises NoRoom if the
-        fewest bytes do not fit.
+        The peak is that of keeping all in the layers with tables, minus what the tables of all of them but one do not
+        keep: one is always recomputed whole. The seconds follow the frontier of each layer. Moved values are assumed to
+        be all that the link carries at no cost, and to save as many seconds as kept ones, which is a best case. Raises
+        NoRoom if the fewest bytes do not fit.
         """
         limit = budget.limit_bytes(cfg.checkpointing, plan.capacity_of(cfg.hardware).gpu_bytes, on_gpu=True)
         machine, ranks = gpus.machine(cfg.hardware), cfg.hardware.ranks
@@ -77,7 +86,7 @@ class Screen:
         least, graphs = self._simulate(staying, decided)
         most, _ = self._simulate(staying, decided, KEEP)
         tables = budget.Tables(graphs, machine, self._recordings.corners)
-        droppable = (len(decided.decisions) - 1) * tables.added[-1] // len(graphs)
+        droppable = (len(graphs) - 1) * tables.added[-1] // len(graphs)
 
         def at(dropped: int, moved: int = 0) -> Planned:
             share = max(0.0, 1 - (dropped - moved) / max(1, droppable))

@@ -85,7 +85,7 @@ def choose(
     if reason := explain_no_search(cfg):
         raise ConfigError(f"strategy=auto: {reason}")
     search = Search(args, cfg, recordings, progress)
-    if found := search.fastest(limit, pinned=_set_by(args)):
+    if found := search.fastest(limit, pinned=set_by(args)):
         return found
     nearest = search.closest()
     lacks = f"; the nearest, {' '.join(nearest.overrides)}, lacks {_missing(nearest)}" if nearest else ""
@@ -95,7 +95,7 @@ def choose(
     )
 
 
-def _set_by(args: Sequence[str]) -> set[str]:
+def set_by(args: Sequence[str]) -> set[str]:
     """Return the axes on which the command line sets an option."""
     given = {word.lstrip("+~").partition("=")[0] for word in args}
     owners = {axis: axis.split(".")[0] if axis == "deepspeed.config" else axis for axis in choices.AXES}
@@ -103,7 +103,9 @@ def _set_by(args: Sequence[str]) -> set[str]:
 
 
 def _missing(setting: Setting) -> str:
-    return ", ".join(f"{format_size(size)} of {name}" for name, size in missing_bytes(setting.planned).items())
+    return ", ".join(
+        f"{format_size(size)} of {name}" for name, size in setting.planned.plan.missing_bytes.items()
+    )
 
 
 class Search:
@@ -201,8 +203,7 @@ class Search:
                 if self._time_is_up:
                     self._progress(total, total)
                     return
-                for least_s, strategy in self._by_least_time(fixed, strategies, known):
-                    keeping = self._estimates.get((*fixed, *_changes(strategy, self._keeping)))
+                for least_s, keeping, strategy in self._by_least_time(fixed, strategies, known):
                     all_fits = keeping is not None and excess(keeping) <= 1 - budget.MARGIN
                     has_tables = nothing_to_spare = False
                     for policy in policies:
@@ -227,7 +228,9 @@ class Search:
                             kind == Policy.budget and estimate.time.total_s <= NEARLY_ALL_KEPT * least_s
                         )
                         # Tables are chosen to fit the budget, so an estimate with tables counts as one that fits.
-                        fits = self._is_table(policy) or excess(estimate) <= SURELY_FITS_BELOW
+                        fits = estimate.simulation is not NO_ACTIVATIONS and (
+                            self._is_table(policy) or excess(estimate) <= SURELY_FITS_BELOW
+                        )
                         nothing_to_spare |= fits and estimate.time.total_s <= (1 + SAME_TIME) * least_s
                         if fits and not estimate.time.unknown:
                             best_s = min(best_s, estimate.time.total_s)
@@ -235,15 +238,18 @@ class Search:
 
     def _by_least_time(
         self, fixed: Candidate, strategies: Sequence[Option | None], known: _Known
-    ) -> list[tuple[float, Option | None]]:
-        """Return (seconds of a step that recomputes nothing, strategy), the shortest first; 0 seconds if unknown."""
+    ) -> list[tuple[float, Planned | None, Option | None]]:
+        """Return (seconds of a step that recomputes and offloads nothing, its estimate, strategy), the shortest first.
+
+        0 seconds: they are not known, or the command line excludes such a step, and there is no estimate.
+        """
         found = []
         for strategy in strategies:
             estimate = None
-            if not (self._time_is_up or known.states_do_not_fit(strategy)):
-                estimate = self._estimate((*fixed, *_changes(strategy, self._keeping)))
+            if self._keeping is not None and not (self._time_is_up or known.states_do_not_fit(strategy)):
+                estimate = self._estimate((*fixed, *_changes(strategy, *self._keeping)))
             timed = estimate and estimate.simulation is not NO_ACTIVATIONS and not estimate.time.unknown
-            found.append((estimate.time.total_s if estimate and timed else 0.0, strategy))
+            found.append((estimate.time.total_s if estimate and timed else 0.0, estimate, strategy))
         return sorted(found, key=lambda entry: entry[0])
 
     def _with_other_sizes(self, seen: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -281,12 +287,12 @@ class Search:
         return sorted(found, key=lambda setting: setting.cost)[:limit]
 
     def _is_table(self, policy: Option | None) -> bool:
-        """Return whether layers get tables with this option of `checkpointing`; None: the present one."""
+        """Return whether tables are chosen with this option of `checkpointing`; None: the present one."""
         cfg = policy.apply(self._cfg) if policy else self._cfg
-        return cfg.checkpointing.policy is Policy.budget
+        return cfg.checkpointing.policy is Policy.budget and cfg.checkpointing.table is None
 
     def _moves(self, policy: Option | None) -> bool:
-        """Return whether layers get tables, and these may move values to the host."""
+        """Return whether tables are chosen, and these may move values to the host."""
         cfg = policy.apply(self._cfg) if policy else self._cfg
         return self._is_table(policy) and cfg.checkpointing.offload.enabled
 
@@ -491,10 +497,5 @@ def setting_as_json(setting: Setting) -> dict[str, Any]:
         "unknown_times": planned.time.unknown,
         "gpu_needed_bytes": needed_bytes(planned, GPU_MEMORY),
         "host_needed_bytes": needed_bytes(planned, HOST_MEMORY),
-        "missing_bytes": missing_bytes(planned),
+        "missing_bytes": planned.plan.missing_bytes,
     }
-
-
-def missing_bytes(planned: Planned) -> dict[str, int]:
-    """Return the bytes missing of each resource that is too small."""
-    return {r.name: -r.spare_bytes for r in planned.plan.resources if r.spare_bytes is not None and not r.fits}

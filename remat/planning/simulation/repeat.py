@@ -253,17 +253,12 @@ class Owners:
         return 1 + max((owner for owner in self.of_modules if owner is not None), default=-1)
 
 
-def repeated(
-    record: Record, places: Sequence[Place], parameters: Parameters, owners: Owners, repeats: Sequence[Repeat]
-) -> tuple[Record, Parameters]:
-    """Return the record and the parameters of the whole model. `places` are where the parts of `record` begin.
+class Lengthening:
+    """The record and the parameters of a whole model, from those of one with few layers.
 
-    Raises NotRepeated if equal layers do not do the same.
+    `places` are where the parts of `record` begin.
     """
-    return _Lengthening(record, places, parameters, owners, repeats).run()
 
-
-class _Lengthening:
     def __init__(
         self,
         record: Record,
@@ -418,7 +413,10 @@ class _Lengthening:
                 raise NotRepeated(f"recorded layers {unit.layers} and those after them do not keep the same")
 
     def run(self) -> tuple[Record, Parameters]:
-        """Check the pieces, and put them together as the whole model has them."""
+        """Check the pieces, and put them together as the whole model has them.
+
+        Raises NotRepeated if equal layers do not do the same.
+        """
         self._check()
         made = _Assembly(self)
         whole = self._layout.whole
@@ -474,7 +472,7 @@ class _Lengthening:
 class _Assembly:
     """A record that grows piece by piece."""
 
-    def __init__(self, of: _Lengthening) -> None:
+    def __init__(self, of: Lengthening) -> None:
         self.parts: list[Part] = []
         self.trace = array("q")
         self.ops: list[OpCost] = []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from remat.model.meta_kernels import as_in_a_run, explained
 from remat.planning.simulation import peaks, reserved, zero3
-from remat.planning.simulation.repeat import Owners, Repeat, repeated, sources
+from remat.planning.simulation.repeat import Lengthening, Owners, Repeat, sources
 from remat.planning.simulation.timeline import Part, Place, Record, Scope, Snapshot, Timeline
 from remat.planning.simulation.types import Phase, Simulation, ZeroSettings
 from remat.planning.simulation.zero3 import Event, Gathers, Parameters
@@ -149,7 +149,8 @@ def lengthened(recording: Recording, owners: Owners, repeats: Sequence[Repeat]) 
 
     Raises NotRepeated if the layers that repeat do not all do the same.
     """
-    record, parameters = repeated(recording.timeline, recording.places, recording.parameters, owners, repeats)
+    lengthening = Lengthening(recording.timeline, recording.places, recording.parameters, owners, repeats)
+    record, parameters = lengthening.run()
     graphs = {
         layer: recording.graphs[like]
         for layer, like in enumerate(sources(repeats, owners.num_layers))

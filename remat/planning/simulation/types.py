@@ -129,7 +129,6 @@ class ZeroSettings:
     second_shards: int = 1  # ranks that share a second copy of the weights (hpZ)
     accumulating: bool = False  # gradients of an earlier micro-batch are already there
     tensor_ranks: int = 1  # that share each layer
-    stages: int = 1  # into which the layers are divided
 
     @classmethod
     def of(cls, ds: Mapping[str, Any], world_size: int) -> ZeroSettings:
@@ -138,10 +137,9 @@ class ZeroSettings:
         Model states are sharded over those of the `world_size` ranks that have the same part and stage of the model.
         """
         zero, tensor_ranks = ds["zero_optimization"], ds_config.tensor_ranks(ds)
-        stages = ds_config.pipeline_stages(ds)
         return cls(
             stage=ds_config.zero_stage(ds),
-            world_size=world_size // (tensor_ranks * stages),
+            world_size=world_size // (tensor_ranks * ds_config.pipeline_stages(ds)),
             reduce_bucket_size=int(zero.get("reduce_bucket_size", 0)),
             overlap_comm=bool(zero.get("overlap_comm", False)),
             prefetch_bucket_size=int(zero.get("stage3_prefetch_bucket_size", 0)),
@@ -153,5 +151,4 @@ class ZeroSettings:
             second_shards=ds_config.second_shard_ranks(ds),
             accumulating=ds["gradient_accumulation_steps"] > 1,
             tensor_ranks=tensor_ranks,
-            stages=stages,
         )
