@@ -46,7 +46,6 @@ from remat.planning.settings.choices import joined  # noqa: E402
 from remat.report.charts import LIGHT, style  # noqa: E402
 from remat.training.ledger import MICRO_BATCH  # noqa: E402
 from scripts import generated  # noqa: E402
-from scripts.generated import between, update  # noqa: E402
 
 RESULTS, WORK = ROOT / "benchmarks" / "results", ROOT / "outputs" / "long"
 RESULT = RESULTS / "long_cpu.json"
@@ -87,7 +86,7 @@ def main() -> int:
         measure_all(args)
     draw(json.loads(RESULT.read_text())["points"], PICTURE)
     sys.argv = sys.argv[:1]
-    return update(PAGE, renewed)
+    return generated.update(PAGE, renewed)
 
 
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:
@@ -382,7 +381,7 @@ def short(tokens: int) -> str:
 
 def renewed(page: str) -> str:
     """Return `page` with the table replaced."""
-    return between(page, MARK, END, table(json.loads(RESULT.read_text())["points"]))
+    return generated.between(page, MARK, END, table(json.loads(RESULT.read_text())["points"]))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from remat.config import compose  # noqa: E402
 from remat.config.units import GIB  # noqa: E402
 from remat.planning.plan import FRAGMENTATION, Planned, make_plan  # noqa: E402
 from scripts import generated  # noqa: E402
-from scripts.generated import between, update  # noqa: E402
 
 ROWS, RESULT = ROOT / "benchmarks" / "published.yaml", ROOT / "benchmarks" / "results" / "published.json"
 PAGE = ROOT / "docs" / "plan-accuracy.md"
@@ -140,10 +139,10 @@ def table() -> str:
 
 def renewed(page: str) -> str:
     """Return `page` with the table replaced."""
-    return between(page, MARK, END, table())
+    return generated.between(page, MARK, END, table())
 
 
 if __name__ == "__main__":
     if "--plan" in sys.argv:
         plan_missing()
-    sys.exit(update(PAGE, renewed))
+    sys.exit(generated.update(PAGE, renewed))

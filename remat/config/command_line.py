@@ -336,9 +336,13 @@ def quoted(key: str, value: str) -> str:
 
 def override(key: str, value: str) -> str:
     """Return key=value with the value in quotes: an override for any text."""
-    doubled = re.sub(r'\\+(?="|\Z)', lambda slashes: 2 * slashes[0], value)  # others Hydra takes as they are
+    return f"{key}={_in_quotes(value)}"
+
+
+def _in_quotes(text: str) -> str:
+    doubled = re.sub(r'\\+(?="|\Z)', lambda slashes: 2 * slashes[0], text)  # others Hydra takes as they are
     inner = doubled.replace('"', '\\"')
-    return f'{key}="{inner}"'
+    return f'"{inner}"'
 
 
 def in_quotes(value: str, beginning: str = "") -> str:
@@ -347,7 +351,7 @@ def in_quotes(value: str, beginning: str = "") -> str:
         items = read_values(f"={value[1:-1]}")
         return f"[{','.join(in_quotes(item.strip(), beginning) for item in items)}]"
     is_plain = value.startswith(beginning) and not value.startswith(tuple(QUOTES))
-    return override("", value).removeprefix("=") if is_plain else value
+    return _in_quotes(value) if is_plain else value
 
 
 def is_free_form(key: str) -> bool:
