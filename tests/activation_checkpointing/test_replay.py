@@ -7,7 +7,8 @@ several times (HRM), a kernel that looks at the grad mode (Doge), layers that ar
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from remat.activation_checkpointing import apply, dry_run, policy
 from remat.activation_checkpointing.mechanisms import recompute
-from remat.activation_checkpointing.replay import Draws, Replayed
+from remat.activation_checkpointing.replay import Draws, Recorder, Replayed
 from remat.config.options import CheckpointingConfig, ConfigError, OffloadConfig, Policy, SelectiveOpsConfig
 
 HIDDEN, LAYERS = 8, 4
@@ -363,6 +364,18 @@ def run(model: type[Model], cfg: CheckpointingConfig, *, steps: int = 1) -> Resu
         applied.remove()
 
 
+@contextmanager
+def after_backward(net: Model, cfg: CheckpointingConfig) -> Iterator[Recorder]:
+    """The recorder of one micro-batch, which is over but for the replay."""
+    applied = apply.apply(net, policy.decide_layers(cfg, LAYERS), cfg)
+    with applied.micro_batch(), applied.recording() as recorder:
+        loss = net(torch.arange(12).view(2, 6))
+        recorder.forward_done(loss)
+        loss.backward()
+        yield recorder
+    applied.remove()
+
+
 def equal(left: Result, right: Result) -> bool:
     return len(left[0]) == len(right[0]) and all(map(torch.equal, left[0], right[0]))
 
@@ -520,15 +533,10 @@ def test_the_replay_leaves_no_trace() -> None:
     def traces(cfg: CheckpointingConfig) -> tuple[Any, Any]:
         random.seed(3)
         net = LeavesTraces().train()
-        applied = apply.apply(net, policy.decide_layers(cfg, LAYERS), cfg)
-        with applied.micro_batch(), applied.recording() as recorder:
-            loss = net(torch.arange(12).view(2, 6))
-            recorder.forward_done(loss)
-            loss.backward()
+        with after_backward(net, cfg) as recorder:
             before = random.getstate(), [layer.runs for layer in net.layers], torch.get_rng_state().tolist()
             assert recorder.replay(recorder.ready()).compared
         after = random.getstate(), [layer.runs for layer in net.layers], torch.get_rng_state().tolist()
-        applied.remove()
         return before, after
 
     before, after = traces(OFFLOADED)
@@ -568,17 +576,12 @@ def test_ranks_that_share_a_layer_run_it_equally_often_whoever_finds_errors() ->
     """A rank that runs it once more by itself would wait for the others forever."""
 
     def runs(model: type[Model], *, wrong: bool) -> int:
-        net = model().train()
-        applied = apply.apply(net, policy.decide_layers(FULL, LAYERS), FULL)
-        with applied.micro_batch(), applied.recording() as recorder:
-            loss = net(torch.arange(12).view(2, 6))
-            recorder.forward_done(loss)
-            loss.backward()
-        if wrong:
-            next(iter(recorder._samples.values()))._outputs["output"].value.add_(1)
-        counted: list[int] = []
-        net.layers[0].up.register_forward_pre_hook(lambda *_: counted.append(1))
-        assert bool(recorder.replay(recorder.ready()).differences) == wrong
+        net, counted = model().train(), list[int]()
+        with after_backward(net, FULL) as recorder:
+            if wrong:
+                next(iter(recorder._samples.values()))._outputs["output"].value.add_(1)
+            net.layers[0].up.register_forward_pre_hook(lambda *_: counted.append(1))
+            assert bool(recorder.replay(recorder.ready()).differences) == wrong
         return len(counted)
 
     assert [runs(Exchanges, wrong=wrong) for wrong in (False, True)] == [2, 2]
